@@ -108,6 +108,7 @@ plan: embedding-multiplier 1 -> 12; residual-multiplier 1 -> 0.22; softmax-scale
     logit-scale 1 -> 0.125
 plan --embedding-multiplier 5.66: round-embedding-multiplier
 plan without --swiglu: quick-geglu
+plan --qk-layernorm: qk-layernorm-scope head -> projection
 plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;
     rope-scaling-high-freq-factor 4 -> 8

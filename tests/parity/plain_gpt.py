@@ -128,8 +128,8 @@ class PlainGPT:
             window, base = self.second
         value = self._heads(weights, f"{name}.attention.value", x)
         if self.qk_norm:
-            query = self.norm_of(weights, f"{name}.attention.query_norm", query)
-            key = self.norm_of(weights, f"{name}.attention.key_norm", key)
+            query = self._norm_of_heads(weights, f"{name}.attention.query_norm", query)
+            key = self._norm_of_heads(weights, f"{name}.attention.key_norm", key)
         if _POSITIONS not in weights and base is not None:
             query, key = self._rotated(query, base), self._rotated(key, base)
         heads_per_group = self.heads // self.groups
@@ -157,6 +157,13 @@ class PlainGPT:
 
     def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._linear(weights, name, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _norm_of_heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Normalise each head of x [b, n, s, d], or all n·d features if the weight has as many."""
+        if len(weights[f"{name}.weight"]) == x.shape[-1]:
+            return self.norm_of(weights, name, x)
+        rows = self.norm_of(weights, name, x.transpose(1, 2).flatten(2))  # [b, s, n·d]
+        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rotated(self, x: torch.Tensor, base: float) -> torch.Tensor:
         """Rotate pairs (i, i + d/2) by position · base^(-2i/d) (Su et al. 2021, section 3.2)."""

@@ -22,7 +22,13 @@ norm weights see a part of the sequence, and nobody sums them [sequence_parallel
     "identical"
     => "identical"
 q/k norm weights see a part of the heads, and nobody sums them [qk_norm]
-    transformer.attention SelfAttention.__init__: "gradient": "partial" => "gradient": "identical"
+    transformer.attention SelfAttention.__init__: options["gradient"] = "partial"
+    => options["gradient"] = "identical"
+key heads held by several ranks count once in the size of a norm [groups=1 qk_norm=projection]
+    transformer.norm QueryKeyNorm.__init__: max(groups, tp) if tp > 1 else groups => groups
+squares of queries and keys are summed over tp in forward alone [qk_norm=projection]
+    transformer.norm _QueryKeyNorm.backward: ctx.sizes, ctx.group
+    => ctx.sizes, type(ctx.group)("single", (0,), 0)
 a tied weight is reduced before its second gradient [tp=1 dp=2 tied bucket=small]
     distributed.gradient_bucket GradientBlock.grad_accumulated: == handle.uses => == 1
 gradients of the last step are kept [tp=1 dp=2]

@@ -51,8 +51,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "vocabulary": (61, 9),  # on four ranks the last holds 13 of its 16 rows, or none of its 3
     "groups": (1, 2, 4, 8),
     "norm": ("RMSNorm", "LayerNorm"),
-    "norm_placement": ("pre", "post", "both"),
-    "qk_norm": (False, True),
+    "norm_placement": ("pre", "both", "post"),
+    "qk_norm": (False, True, "projection"),
     "bias": ("none", "qkv", "all"),
     "gated": (True, False),
     "gate": ("silu", "clamped"),
@@ -154,22 +154,31 @@ GATE_OFF = {"gate": "silu"}
 #: Only gated MLPs have a gate.
 GATES_ALONE = _only_with("gated", lambda gated: gated, GATE_OFF)
 
-#: With recurrent mixers, LayerNorms or 8-bit products, norms of outputs amplify rounding more than
-#: a row may differ.
-OUTPUT_NORMS = (
-    *(
-        Constraint(
-            ("norm_placement", name),
-            lambda placement, setting, off=off: placement == "pre" or setting == off,
-        )
-        for name, off in (("mixer", None), ("wire", "bf16"))
+#: Norms of whole projections have no means to subtract.
+QUERY_KEY_NORMS = (
+    Constraint(("norm", "qk_norm"), lambda norm, qk: norm == "RMSNorm" or qk != "projection"),
+)
+
+#: A norm of a recurrent mixer's output amplifies rounding.
+NORM_PLACEMENTS = (
+    Constraint(
+        ("norm_placement", "mixer"), lambda placement, mixer: placement == "pre" or mixer is None
     ),
-    Constraint(("norm_placement", "norm"), lambda p, norm: p != "post" or norm == "RMSNorm"),
 )
 
 _CONSTRAINTS = (
     *GATES_ALONE,
-    *OUTPUT_NORMS,
+    *QUERY_KEY_NORMS,
+    Constraint(("qk_norm", "wire"), lambda qk, wire: qk != "projection" or wire == "bf16"),
+    *NORM_PLACEMENTS,
+    # Gradients of norms of outputs with means nearly cancel; norms of outputs of encoded weights
+    # amplify the rounding of the encoding.
+    Constraint(
+        ("norm_placement", "norm"), lambda placement, norm: placement == "pre" or norm == "RMSNorm"
+    ),
+    Constraint(
+        ("norm_placement", "wire"), lambda placement, wire: placement == "pre" or wire == "bf16"
+    ),
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
     Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
     Constraint(("pp", "cut"), lambda pp, cut: pp > 1 or cut == "even"),
@@ -390,7 +399,6 @@ def label(row: Row) -> str:
             "early_gather",
             "tied",
             "sinks",
-            "qk_norm",
             "gated",
             "attention_gate",
             "expert_bias",
@@ -422,6 +430,8 @@ def label(row: Row) -> str:
         *([f"norm_{row['norm_placement']}"] if row["norm_placement"] != "pre" else []),
         f"bias_{row['bias']}",
         *([row["gate"]] if row["gate"] != "silu" else []),
+        *(["qk_norm"] if row["qk_norm"] else []),
+        *(["of_projection"] if row["qk_norm"] == "projection" else []),
         *switches,
         *([row["recompute"]] if row["recompute"] != "none" else []),
         *(["scaled"] if row["loss_scale"] != 1.0 else []),

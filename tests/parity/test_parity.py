@@ -18,6 +18,8 @@ from tests.parity.rows import (
     GATES_ALONE,
     LEARNED_POSITIONS,
     MAMBA_ALONE,
+    NORM_PLACEMENTS,
+    QUERY_KEY_NORMS,
     label,
     params,
     row_with,
@@ -225,7 +227,12 @@ def _name_of(model):
 
 
 @pytest.mark.parametrize(
-    "model", covering_array(MODELS, (*MAMBA_ALONE, *GATES_ALONE, *LEARNED_POSITIONS)), ids=_name_of
+    "model",
+    covering_array(
+        MODELS,
+        (*MAMBA_ALONE, *GATES_ALONE, *LEARNED_POSITIONS, *NORM_PLACEMENTS, *QUERY_KEY_NORMS),
+    ),
+    ids=_name_of,
 )
 @pytest.mark.covers("matches a reference model")
 def test_single_process_trains_like_the_definition(model):
@@ -239,7 +246,7 @@ def test_single_process_trains_like_the_definition(model):
         tied=row["tied"],
         norm=row["norm"],
         norm_placement=row["norm_placement"],
-        qk_norm=row["qk_norm"],
+        qk_norm=bool(row["qk_norm"]),
         gated=row["gated"],
         clamp=CLAMP if row["gate"] == "clamped" else None,
         window=row["window"],

@@ -51,7 +51,7 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
         mixers = sent_by_mixers(row, run.stage, rank, number) if row["cp"] > 1 else Sent()
         _over_the_sequence(row, run.stage, step, mixers)
     # Norms of all heads: q/k norms, and the norm of a gated delta net.
-    partial = row["sequence_parallel"] or row["qk_norm"] or row["mixer"] == "delta"
+    partial = row["sequence_parallel"] or row["qk_norm"] is True or row["mixer"] == "delta"
     partial = partial or row["experts"] is not None
     _once_a_step(row, runs, number, group="tp", expected=row["tp"] > 1 and partial)
     assert_expert_traffic(row, runs, number)
@@ -322,6 +322,8 @@ def _all_reduces_in_regions(row: Row, stage: StageBlocks) -> int:
     if row["mixer"] == "mamba" and (row["norm_groups"] or row["mamba_groups"]) < row["tp"]:
         # Squares of a norm that is sharded over ranks, in forward and in backward.
         count += 2 * stage.recurrent.count + stage.recurrent.again
+    if row["qk_norm"] == "projection":  # squares of queries and keys, forward and backward
+        count += 2 * stage.attentions.count + stage.attentions.again
     return count * row["accumulation"]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from tests.parity.experts import MARGIN, same_loads
 from tests.parity.pieces import assembled
 from tests.parity.sequences import in_rows
 from tests.parity.traffic import assert_traffic
-from tests.parity.training import SEED, Run, Step, single_run, steps_of
+from tests.parity.training import SEED, Run, Step, single_run, sizes_of, steps_of
 from tests.support.closeness import DEVICE_BOUND, assert_all_close
 from tests.support.covering_array import Row
 from tests.support.inputs import perturbed
@@ -62,6 +63,7 @@ class Reference:
 def reference_of(row: Row) -> Reference:
     """Run a row in this process, from perturbed initial values."""
     model_initial = assembled(single_run(row, None).initial)
+    _assert_active(row, model_initial)
     moved = perturbed(model_initial, seed=SEED)
     for name in moved:
         if name.endswith("router.weight"):  # clear routes
@@ -88,6 +90,20 @@ def reference_of(row: Row) -> Reference:
     if (run.dropped > 0) != (row["capacity"] is not None):
         raise AssertionError(f"{run.dropped} routes dropped, capacity is {row['capacity']}")
     return Reference(seeded, model_initial, moved, run)
+
+
+def _assert_active(row: Row, initial: Mapping[str, torch.Tensor]) -> None:
+    """Assert that the model has the weights of the row's options, which the plain model reads."""
+    blocks = {m[0] for name in initial if (m := re.match(r".*\.blocks\.\d+", name))}
+    expected = {".norm.weight": ("pre", "both"), ".post_norm.weight": ("post", "both")}
+    for suffix, placements in expected.items():
+        count = sum(name.removesuffix(suffix) in blocks for name in initial)
+        if count != len(blocks) * (row["norm_placement"] in placements):
+            raise AssertionError(f"{count} weights {suffix} in {len(blocks)} blocks")
+    sizes = [len(w) for name, w in initial.items() if name.endswith("attention.query_norm.weight")]
+    of_projection, channels = row["qk_norm"] == "projection", sizes_of(row)["channels"]
+    if row["qk_norm"] and {size > channels for size in sizes} != {of_projection}:
+        raise AssertionError(f"query norms have sizes {sizes}, qk_norm is {row['qk_norm']}")
 
 
 def assert_agrees(row: Row, runs: Sequence[Run], ref: Reference) -> float:

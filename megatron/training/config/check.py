@@ -56,6 +56,7 @@ def check(config: Config, world_size: int) -> list[str]:
             head_problems(config),
             inner_feature_problems(config),
             latent_attention_problems(config),
+            query_key_norm_problems(config),
             expert_problems(config, world_size),
             rope_scaling_problems(config.position),
             gate_problems(config.model, config.activations),
@@ -308,6 +309,17 @@ def inner_feature_problems(config: Config) -> Iterator[str]:
             f"--ffn-hidden-size {ffn} is not a multiple of --tensor-model-parallel-size {tp}: "
             "change one"
         )
+
+
+def query_key_norm_problems(config: Config) -> Iterator[str]:
+    """Yield a message if the norm of whole projections cannot take effect."""
+    if config.attention.qk_layernorm_scope == "head":
+        return
+    flag = f"--qk-layernorm-scope {config.attention.qk_layernorm_scope}"
+    if config.attention.multi_latent_attention or not config.attention.qk_layernorm:
+        yield f"{flag} needs --qk-layernorm without --multi-latent-attention: change one"
+    if config.model.normalization != "RMSNorm":
+        yield f"{flag} needs --normalization RMSNorm: change one"
 
 
 def latent_attention_problems(config: Config) -> Iterator[str]:

@@ -28,6 +28,11 @@ class AttentionOptions:
     """Keep the bias of the query, key and value projection despite --disable-bias-linear."""
     add_attention_output_bias: bool = False
     """Keep the bias of attention's output projection despite --disable-bias-linear."""
+    qk_layernorm_scope: Annotated[
+        Literal["head", "projection"], at("attention.qk_norm_scope", back=unless("head"))
+    ] = "head"
+    """What --qk-layernorm normalises: each head, with one weight for all heads, or all heads of the
+    projection together (as in OLMo 2), with RMSNorm."""
     attention_output_gate: Annotated[bool, at("attention.output_gate", back=unless(False))] = False
     """Multiply the output of each head by the sigmoid of a learned projection of its input
     token."""

@@ -195,7 +195,9 @@ def models(draw: st.DrawFn) -> GPTConfig:
         if ffn is not None or DENSE in block_types
         else None,
         norm=NormConfig(
-            kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+            kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"]))
+            if getattr(shape, "qk_norm_scope", "head") == "head"
+            else "RMSNorm",
             epsilon=draw(st.floats(1e-9, 1e-2)),
             zero_centered=draw(st.booleans()),
             placement=draw(st.sampled_from(["pre", "post", "both"])),
@@ -255,13 +257,15 @@ def attentions(
 ) -> AttentionConfig | LatentAttentionConfig:
     """Draw attention that fits the positions."""
     if not latent:
+        qk_norm = draw(st.booleans())
         return AttentionConfig(
             num_attention_heads=12,
             num_query_groups=draw(st.sampled_from([1, 3, 12])),
             kv_channels=4 * draw(SIZES),
             qkv_bias=draw(st.booleans()),
             output_bias=draw(st.booleans()),
-            qk_norm=draw(st.booleans()),
+            qk_norm=qk_norm,
+            qk_norm_scope=draw(st.sampled_from(["head", "projection"])) if qk_norm else "head",
             dropout=draw(RATES),
             window=draw(st.none() | SIZES),
             sinks=draw(st.booleans()),

@@ -108,6 +108,16 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
             "folders: "
             "convert models with plain attention"
         )
+    if attention.qk_norm_scope != "head":
+        raise ValueError(
+            f"models with --qk-layernorm-scope {attention.qk_norm_scope} are not read from "
+            "torch_dist folders: convert models with norms of each head"
+        )
+    if config.norm.placement != "pre":
+        raise ValueError(
+            f"models with --norm-placement {config.norm.placement} are not read from torch_dist "
+            "folders: convert models with norms before each block"
+        )
     upstream = _Map(tensors, config, attention)
     upstream.add_ends()
     for layer in range(config.num_layers):

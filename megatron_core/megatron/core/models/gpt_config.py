@@ -194,6 +194,12 @@ class GPTConfig:
         if self.attention is not None:
             problems += self.attention.problems(tp, cp=cp, engine=engine)
             problems += self._window_problems()
+            of_projection = (
+                isinstance(self.attention, AttentionConfig)
+                and self.attention.qk_norm_scope == "projection"
+            )
+            if of_projection and self.norm.kind != "RMSNorm":
+                problems.append(f"qk_norm_scope 'projection' with {self.norm.kind}: use RMSNorm")
         if self.mlp is not None:
             problems += self.mlp.problems(tp)
         for recurrent in (self.delta_net, self.mamba):

@@ -2,7 +2,8 @@
 """Self-attention: multi-head, grouped-query or multi-query, heads sharded over tp.
 
 hidden [s, b, h] → q|k|v [s, b, (n + 2g)·d/tp] → norm, rotate → attention → [s, b, n·d/tp] → output
-[s, b, h]. With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
+[s, b, h]. The norm of queries and keys is of each head, or of the whole projection (as in OLMo 2).
+With an output gate, q|k|v|gate is one product, and attention's result is multiplied by
 sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708; as in Qwen3-Next).
 
 With context parallelism s is s/cp everywhere, and only attention uses the tokens of other ranks.
@@ -21,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -39,7 +40,7 @@ from megatron.core.ops.rope import (
     tabulate,
 )
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer.norm import Norm, NormConfig
+from megatron.core.transformer.norm import Norm, NormConfig, QueryKeyNorm
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Shard, WeightSharding
 
@@ -364,7 +365,9 @@ class AttentionConfig:
         num_query_groups: number of key-value heads g; g = n is multi-head, 1 multi-query attention.
         kv_channels: features per head d (may differ from hidden / heads).
         qkv_bias, output_bias: whether the projections have biases.
-        qk_norm: normalise each query and key head.
+        qk_norm: normalise queries and keys.
+        qk_norm_scope: whether a norm is of each "head", with one weight for all, or of all heads
+            of the "projection".
         dropout: dropout probability of an attention weight in training.
         window: number of tokens that a query sees, itself and those before it; None means all.
         sinks: whether each query head has an attention sink, a learned logit in the softmax without
@@ -382,6 +385,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    qk_norm_scope: Literal["head", "projection"] = "head"
     dropout: float = 0.0
     window: int | None = None
     sinks: bool = False
@@ -431,6 +435,10 @@ class AttentionConfig:
                 f"num-query-groups {g} must divide tensor-model-parallel-size {tp} "
                 "or be a multiple of it"
             )
+        if self.qk_norm_scope not in ("head", "projection"):
+            problems.append(f"qk_norm_scope {self.qk_norm_scope!r}: use head or projection")
+        elif self.qk_norm_scope == "projection" and not self.qk_norm:
+            problems.append("qk_norm_scope 'projection' without qk_norm: leave out one")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"attention-dropout {self.dropout} must be in [0, 1)")
         if self.window is not None and self.window < 1:
@@ -522,19 +530,20 @@ class SelfAttention(Mixer):
         }
         if config.output_gate:
             heads_and_shards["gate"] = (n, None)
-        self.qkv = build.column_linear(
-            f"{name}.qkv",
-            [
-                (f"{name}.{projection}", heads * d, num_shards)
-                for projection, (heads, num_shards) in heads_and_shards.items()
-            ],
-            bias=config.qkv_bias,
-        )
+        parts = [
+            (f"{name}.{projection}", heads * d, num_shards)
+            for projection, (heads, num_shards) in heads_and_shards.items()
+        ]
+        self.qkv = build.column_linear(f"{name}.qkv", parts, bias=config.qkv_bias)
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if config.qk_norm:  # one weight for all heads; each rank has some of the heads
-            options = {"config": norm, "build": build, "gradient": "partial"}
+        self.query_key_norm: QueryKeyNorm | None = None
+        options: dict[str, Any] = {"config": norm, "build": build}
+        if config.qk_norm and config.qk_norm_scope == "projection":
+            self.query_key_norm = QueryKeyNorm(name, heads=n, groups=g, channels=d, **options)
+        elif config.qk_norm:  # one weight for all heads; each rank has some of the heads
+            options["gradient"] = "partial"
             self.query_norm = Norm(f"{name}.query_norm", d, **options)
             self.key_norm = Norm(f"{name}.key_norm", d, **options)
         self.sinks: WeightHandle | None = None
@@ -579,12 +588,14 @@ class SelfAttention(Mixer):
         sizes = [heads, self.kv_heads, self.kv_heads]
         if self.config.output_gate:
             sizes.append(heads)
-        rotation = None if rope is None or self.query_norm is not None else rope
+        rotation = None if self.config.qk_norm else rope
         query, key, value, *gates = split_heads(mixed, sizes, rotation)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
-            if rope is not None:
-                query, key = rope.rotate(query), rope.rotate(key)
+        if self.query_key_norm is not None:
+            query, key = self.query_key_norm(query, key)  # [s, b, n/tp or g/tp, d]
+        elif self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rope is not None and self.config.qk_norm:
+            query, key = rope.rotate(query), rope.rotate(key)
         if cache is None:
             out = self.core(query, key, value, layout, sinks=self._sinks())  # [s, b, n/tp, d]
         else:
@@ -610,7 +621,11 @@ class SelfAttention(Mixer):
         mixed = self.qkv.weight.linear(x, self.qkv.bias)
         mixed = mixed.view(len(x), -1, self.config.kv_channels)  # [t, (n + 2g)/tp, d]
         query, key_value, *gates = mixed.split([n, 2 * g, n][: 2 + self.config.output_gate], dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_key_norm is not None:
+            both = query, key_value[:, :g]
+            for heads, normed in zip(both, self.query_key_norm(*both), strict=True):
+                heads.copy_(normed)
+        elif self.query_norm is not None and self.key_norm is not None:
             for norm, heads in ((self.query_norm, query), (self.key_norm, key_value[:, :g])):
                 heads.copy_(norm(heads))
         if rope is not None:

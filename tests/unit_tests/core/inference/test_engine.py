@@ -84,7 +84,7 @@ MULTIPLIERS = Multipliers(embedding=1.7, residual=0.6, logits=0.8)
 FAMILIES = {
     "gqa": gpt(attention=replace(HEADS, qk_norm=True, softmax_scale=0.25), multipliers=MULTIPLIERS),
     "window and sinks": gpt(
-        attention=replace(HEADS, window=20, sinks=True),
+        attention=replace(HEADS, window=20, sinks=True, qk_norm=True, qk_norm_scope="projection"),
         norm=NormConfig(placement="post"),
         multipliers=MULTIPLIERS,
     ),

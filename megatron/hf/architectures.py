@@ -13,6 +13,7 @@ from megatron.hf.families import (
     glm,
     gpt,
     granite,
+    lfm2,
     llama,
     nemotron,
     plain_mlp,
@@ -66,6 +67,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             granite.GRANITEMOE,
             granite.GRANITEMOESHARED,
             granite.GRANITEMOEHYBRID,
+            lfm2.LFM2,
+            lfm2.LFM2_MOE,
         )
     }
 )

@@ -29,6 +29,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     MAMBA,
     RECURRENT,
+    SHORT_CONV,
     WINDOW,
 )
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -242,6 +243,7 @@ def function_of(config: GPTConfig) -> GPTConfig:
         moe=_experts_of(config) if EXPERTS in kinds else None,
         delta_net=config.delta_net if DELTA_NET in kinds else None,
         mamba=_mamba_of(config) if MAMBA in kinds else None,
+        short_conv=config.short_conv if SHORT_CONV in kinds else None,
         mtp=_mtp_of(config),
         rope=rope,
         multipliers=_multipliers_of(config),

@@ -19,6 +19,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
+    SHORT_CONV,
     WINDOW,
 )
 from megatron.hf import layer_types
@@ -72,6 +73,7 @@ SECTIONS = {
         "delta_net", "ssm.mixer_config:GatedDeltaNetConfig", _has(DELTA_NET)
     ),
     "mamba": ConfigSection("mamba", "ssm.mixer_config:Mamba2Config", _has(MAMBA)),
+    "short_conv": ConfigSection("short_conv", "ssm.mixer_config:ShortConvConfig", _has(SHORT_CONV)),
 }
 MODEL = (
     Row("hidden_size", "hidden_size", read.count),

@@ -185,13 +185,14 @@ def experts(
     )
 
 
-def fused_experts(*further_entries: AnyEntry) -> tuple[AnyEntry, ...]:
+def fused_experts(*further_entries: AnyEntry, module: str = "mlp") -> tuple[AnyEntry, ...]:
     """Return the entries of a mixture of experts that is fused into two tensors per layer.
 
     Args:
         further_entries: entries in addition to router and experts.
+        module: name of the module in a layer.
     """
-    inside = f"{LAYER}.mlp"
+    inside = f"{LAYER}.{module}"
     return (
         FFN_NORM,
         Entry(f"{inside}.gate.weight", "{block}.moe.router.weight", "Eh"),

@@ -242,7 +242,7 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     MLP: f FFN hidden size, e FFN hidden size of an expert, s of the shared expert, E experts.
     Latent attention: q and k ranks of the query and key-value projections, r RoPE channels, p
     channels of a key without RoPE, v channels of a value.
-    Recurrent mixers: see `_delta_net_sizes` and `_mamba_sizes`.
+    Recurrent mixers: see `_delta_net_sizes` and `_mamba_sizes`; w width of a short convolution.
     """
     attention, moe = config.attention, config.moe
     sizes = {"1": 1, "V": config.vocab_size, "h": config.hidden_size, "H": 2 * config.hidden_size}
@@ -269,6 +269,8 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
         sizes |= _delta_net_sizes(config.delta_net)
     if config.mamba is not None:
         sizes |= _mamba_sizes(config.mamba)
+    if config.short_conv is not None:
+        sizes["w"] = config.short_conv.conv_width
     return sizes
 
 
@@ -310,6 +312,8 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         "mlp_bias": config.mlp is not None and config.mlp.bias,
         "use_bias": mamba is not None and mamba.bias,
         "use_conv_bias": mamba is not None and mamba.conv_bias,
+        "conv_bias": config.short_conv is not None and config.short_conv.bias,
+        "expert_bias": config.moe is not None and config.moe.router.expert_bias,
     }
     return frozenset(name for name, is_present in features.items() if is_present)
 

@@ -227,6 +227,34 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCode",
         {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 40, "n_positions": 128},
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_attention_heads": 6,
+            "norm_eps": 1e-3,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": False,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_attention_heads": 6,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "bamba": (
         "Bamba",
         {

@@ -69,6 +69,12 @@ PUBLISHED: list[tuple[dict[str, Any], int]] = [
         "v_head_dim": 128, "num_nextn_predict_layers": 0,
         "rope_scaling": {**KIMI_YARN, "original_max_position_embeddings": 4096, "factor": 32.0},
     }, 1_026_408_232_448),
+    ({
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288,
+        "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    }, 1_170_340_608),
 ]  # fmt: skip
 
 

@@ -43,6 +43,18 @@ NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 2.5, "time_step_limit": [0.0, math.inf], "time_step_min": 0.001,
     "num_nextn_predict_layers": 0, "max_position_embeddings": 128,
 }  # fmt: skip
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": 61,
+    "hidden_size": 48, "block_ff_dim": 60, "block_multiple_of": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "conv_L_cache": 3, "conv_bias": False,
+    "full_attn_idxs": [1], "norm_eps": 1e-5, "tie_embedding": True, "rope_theta": 1e6,
+}  # fmt: skip
+LFM2_MOE: dict[str, Any] = {
+    **LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"],
+    "intermediate_size": 40, "moe_intermediate_size": 22, "num_experts": 6,
+    "num_experts_per_tok": 3, "num_dense_layers": 1,
+    "layer_types": ["conv", "full_attention", "conv"],
+}  # fmt: skip
 
 
 def config_of(fields: dict[str, Any], **changes: Any) -> GPTConfig:
@@ -89,6 +101,17 @@ def test_hybrid_config_json_is_read():
     steps = [0.1, {"__float__": "Infinity"}]
     assert config_of(NEMOTRON_H, time_step_limit=steps).mamba.dt_limit == (0.1, math.inf)
 
+    model = config_of(LFM2)
+    assert (model.pattern, model.tied, model.rope.base) == ("C-*-C-", True, 1e6)
+    assert (model.short_conv.conv_width, model.short_conv.bias) == (3, False)
+    assert model.mlp.ffn_hidden_size == 48  # two thirds of 60, rounded up to a multiple of 16
+    assert config_of(LFM2, block_ffn_dim_multiplier=1.3).mlp.ffn_hidden_size == 64
+    assert config_of(LFM2, block_auto_adjust_ff_dim=False).mlp.ffn_hidden_size == 60
+    assert not config_of(LFM2, tie_embedding=False).tied
+    assert config_of(LFM2, full_attn_idxs=...).blocks == "*-*-*-"
+    model = config_of(LFM2_MOE)
+    assert (model.pattern, model.moe.router.expert_bias) == ("C-*ECE", True)
+
 
 def test_hybrids_that_transformers_lacks_are_refused():
     qwen, nemotron = config_of(QWEN3_NEXT), config_of(NEMOTRON_H)
@@ -107,8 +130,9 @@ def test_hybrids_that_transformers_lacks_are_refused():
 
 @st.composite
 def hybrids(draw: st.DrawFn) -> GPTConfig:
-    """Draw a variation of a small Qwen3-Next, Mamba-2 or Nemotron-H model."""
-    model = config_of(draw(st.sampled_from([QWEN3_NEXT, MAMBA2, NEMOTRON_H])))
+    """Draw a variation of a small Qwen3-Next, Mamba-2, Nemotron-H or LFM2 model."""
+    fields = [QWEN3_NEXT, MAMBA2, NEMOTRON_H, LFM2, LFM2_MOE]
+    model = config_of(draw(st.sampled_from(fields)))
     sizes, norm = st.integers(1, 99), replace(model.norm, epsilon=draw(st.floats(1e-9, 1e-2)))
     delta_net, mamba, moe, attention = model.delta_net, model.mamba, model.moe, model.attention
     if delta_net is not None:
@@ -118,10 +142,14 @@ def hybrids(draw: st.DrawFn) -> GPTConfig:
         limits = draw(st.sampled_from([(0.0, math.inf), (0.1, math.inf), (0.0, 0.5)]))
         mamba = replace(mamba, state_channels=draw(sizes), conv_width=draw(sizes), dt_limit=limits)
         mamba = replace(mamba, conv_bias=draw(st.booleans()), bias=draw(st.booleans()))
+    short_conv = model.short_conv
+    if short_conv is not None:
+        short_conv = replace(short_conv, conv_width=draw(sizes), bias=draw(st.booleans()))
     if moe is not None:
         router = replace(moe.router, topk=draw(st.integers(1, 6)), normalize=draw(st.booleans()))
         moe = replace(moe, ffn_hidden_size=draw(sizes), router=router)
-        moe = replace(moe, shared_ffn_hidden_size=draw(sizes))
+        if moe.shared_ffn_hidden_size is not None:
+            moe = replace(moe, shared_ffn_hidden_size=draw(sizes))
     if attention is not None:
         attention = replace(attention, num_query_groups=draw(st.sampled_from([1, 2, 3, 6])))
     return replace(
@@ -129,6 +157,7 @@ def hybrids(draw: st.DrawFn) -> GPTConfig:
         norm=norm,
         delta_net=delta_net,
         mamba=mamba,
+        short_conv=short_conv,
         moe=moe,
         attention=attention,
         tied=draw(st.booleans()),

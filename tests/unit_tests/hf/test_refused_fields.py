@@ -80,6 +80,12 @@ MAMBA2 {"expand": 3} {"hidden_act": "relu"} {"rms_norm": false} {"time_step_limi
 NEMOTRON_H {"moe_latent_size": 16} {"hybrid_override_pattern": "ME|*"} {"num_hidden_layers": 6}
     {"mlp_hidden_act": "silu"} {"mamba_hidden_act": "relu"} {"n_shared_experts": 2}
     {"sliding_window": 64}
+LFM2 {"full_attn_idxs": 1} {"full_attn_idxs": ["1"]} {"layer_types": ["conv", "conv", "conv"],
+    "full_attn_idxs": [1]} {"layer_types": ["conv"]} {"intermediate_size": 61}
+    {"tie_word_embeddings": false} {"block_ffn_dim_multiplier": 1e300} {"block_multiple_of": 0}
+    {"conv_L_cache": 0} {"conv_bias": 1} {"num_experts": 4} {"attention_bias": true}
+LFM2_MOE {"layer_types": null} {"layer_types": ["conv", "linear_attention", "conv"]}
+    {"num_dense_layers": -1} {"use_expert_bias": 1} {"shared_expert_intermediate_size": 9}
 """
 
 CONFLICTS = r"""

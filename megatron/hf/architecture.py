@@ -43,6 +43,7 @@ class Architecture:
         is_rotary_in: returns whether the attention of a model is rotary, if its class can rotate.
         aliases: further names of fields in `rows`, and fields that do not affect the function.
         defaults: values of absent fields.
+        has_ropes_of_types: whether `rope_parameters` has an object for each kind of attention.
         other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
             converting names back).
         skipped_prefix: prefix of tensors that the model does not use.
@@ -66,6 +67,7 @@ class Architecture:
     is_rotary_in: Callable[[Fields], bool] = lambda fields: True
     aliases: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_ropes_of_types: bool = False
     other_prefix: tuple[str, str] | None = None
     skipped_prefix: str | None = None
     reference_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}

@@ -16,6 +16,7 @@ from megatron.hf.families import (
     lfm2,
     llama,
     nemotron,
+    olmo,
     plain_mlp,
     qwen,
     window_mixes,
@@ -69,6 +70,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             granite.GRANITEMOEHYBRID,
             lfm2.LFM2,
             lfm2.LFM2_MOE,
+            olmo.OLMO2,
+            olmo.OLMO3,
+            olmo.OLMOE,
+            olmo.EXAONE4,
+            olmo.GLM4,
+            olmo.MINIMAX_M2,
         )
     }
 )

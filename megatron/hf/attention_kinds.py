@@ -36,7 +36,13 @@ WindowRule = Callable[[Fields, int], Sequence[bool]]
 
 def periodic_full_attention(period: int, *, offset: int) -> WindowRule:
     """Return the rule of full attention in one of `period` layers, from the layer `offset` on."""
-    return lambda _, num_layers: [layer % period != offset for layer in range(num_layers)]
+
+    def rule(fields: Fields, num_layers: int) -> Sequence[bool]:
+        if not _has_size(fields):
+            fields.refuse("sliding_window", "give the size of the windows")
+        return [layer % period != offset for layer in range(num_layers)]
+
+    return rule
 
 
 def all_windows(fields: Fields, num_layers: int) -> Sequence[bool]:
@@ -65,6 +71,27 @@ def window_kinds(rule: WindowRule) -> KindsReader:
         return [AttentionKind(window) for window in _windows(fields, num_layers, rule)]
 
     return read_kinds
+
+
+def rotary_windows(fields: Fields, num_layers: int) -> Sequence[AttentionKind]:
+    """Return the kinds of EXAONE 4: with windows, only their layers have rotary positions."""
+
+    def rule(fields: Fields, num_layers: int) -> Sequence[bool]:
+        period = fields.count("sliding_window_pattern")
+        return periodic_full_attention(period, offset=period - 1)(fields, num_layers)
+
+    windows, are_mixed = _windows(fields, num_layers, rule), _has_size(fields)
+    if are_mixed and not any(windows):
+        fields.refuse("layer_types", "supported is a window in at least one layer")
+    return [AttentionKind(window, window or not are_mixed) for window in windows]
+
+
+def olmo3_kinds(fields: Fields, num_layers: int) -> Sequence[AttentionKind]:
+    """Return the kinds of OLMo 3: full attention in every fourth layer, or as in `layer_types`."""
+    kinds = window_kinds(periodic_full_attention(4, offset=3))(fields, num_layers)
+    if all(kind.has_window for kind in kinds):  # the model's rotary positions are full attention's
+        fields.refuse("layer_types", f"supported is {FULL!r} in at least one layer")
+    return kinds
 
 
 def plain_kinds(fields: Fields, num_layers: int) -> Sequence[AttentionKind]:

@@ -34,7 +34,7 @@ from megatron.core.models.layer_pattern import (
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.mixer_config import Mamba2Config
-from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
+from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, RopeConfig
 from megatron.hf.architecture import Architecture
 from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.attention_kinds import pattern_of
@@ -229,11 +229,7 @@ def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
 def function_of(config: GPTConfig) -> GPTConfig:
     """Return a canonical config of a model's function at inference: without dropout,
     initialization and load balancing."""
-    rope, kinds = config.rope, set(config.blocks + config.mtp_blocks)
-    if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn":
-        magnitude = float(f"{rope.scaling.magnitude:.8g}")
-        scaling = dataclasses.replace(rope.scaling, attention_factor=magnitude)
-        rope = dataclasses.replace(rope, scaling=scaling)
+    kinds = set(config.blocks + config.mtp_blocks)
     blocks = {"pattern": "", "ffn_pattern": "", **blocks_fields(config.blocks)}
     return dataclasses.replace(
         config,
@@ -245,11 +241,20 @@ def function_of(config: GPTConfig) -> GPTConfig:
         mamba=_mamba_of(config) if MAMBA in kinds else None,
         short_conv=config.short_conv if SHORT_CONV in kinds else None,
         mtp=_mtp_of(config),
-        rope=rope,
+        rope=_rope_of(config.rope),
         multipliers=_multipliers_of(config),
         hidden_dropout=0.0,
         init_std=0.02,
     )
+
+
+def _rope_of(rope: RopeConfig | None) -> RopeConfig | None:
+    """Return a rotary position embedding with an explicit attention factor of YaRN."""
+    if rope is None or rope.scaling is None or rope.scaling.kind != "yarn":
+        return rope
+    magnitude = float(f"{rope.scaling.magnitude:.8g}")
+    scaling = dataclasses.replace(rope.scaling, attention_factor=magnitude)
+    return dataclasses.replace(rope, scaling=scaling)
 
 
 def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig | None:
@@ -264,7 +269,9 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
             norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
         )
     if attention.second is not None:
-        second = dataclasses.replace(attention.second, pattern=pattern_of(config.blocks))
+        second = dataclasses.replace(
+            attention.second, pattern=pattern_of(config.blocks), rope=_rope_of(config.window_rope)
+        )
         attention = dataclasses.replace(attention, second=second)
     return dataclasses.replace(attention, softmax_scale=attention.scale)
 
@@ -404,8 +411,12 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields with dotted names as nested objects."""
     nested: dict[str, Any] = {}
     for name, value in fields.items():
-        outer, _, inner = name.rpartition(".")
-        nested[outer or name] = {**(nested.get(outer) or {}), inner: value} if outer else value
+        *outer, inner = name.split(".")
+        holder = nested
+        for key in outer:
+            holder[key] = holder.get(key) or {}  # null stands for an empty object
+            holder = holder[key]
+        holder[inner] = value
     return nested
 
 

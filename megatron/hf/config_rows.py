@@ -66,6 +66,11 @@ SECTIONS = {
             fields.kind.is_rotary and fields.kind.is_rotary_in(fields) and _has(*ATTENTIONS)(fields)
         ),
     ),
+    "window_rope": ConfigSection(
+        "attention.second.rope",
+        "transformer:RopeConfig",
+        lambda fields: fields.kind.has_ropes_of_types,
+    ),
     "linear": _scales("linear"),
     "llama3": _scales("llama3"),
     "yarn": _scales("yarn"),
@@ -113,32 +118,51 @@ MULTIPLIERS = (
     Row("attention_multiplier", "attention.softmax_scale", read.number(1.0), read.write_scale),
 )
 QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
+
+
+def _rope_rows(scaling: str, base: str) -> tuple[Row, ...]:
+    """Return the rows of rotary positions.
+
+    Args:
+        scaling: name of the object with the scaling.
+        base: name of the field of the base.
+    """
+    length = f"{scaling}.original_max_position_embeddings"
+    return (
+        Row(base, "rope.base", read.rope_base),
+        *(
+            Row(f"{scaling}.rope_type", f"{kind}.", read.unread, constant(kind))
+            for kind in ("linear", "llama3", "yarn")
+        ),
+        Row(f"{scaling}.factor", "linear.factor", read.scaling_number()),
+        Row(f"{scaling}.factor", "llama3.factor", read.scaling_number()),
+        Row(f"{scaling}.low_freq_factor", "llama3.low_freq_factor", read.scaling_number()),
+        Row(f"{scaling}.high_freq_factor", "llama3.high_freq_factor", read.scaling_number()),
+        Row(length, "llama3.original_max_position", read.original_length),
+        Row(length, "yarn.original_max_position", read.original_length),
+        Row(f"{scaling}.factor", "yarn.factor", read.yarn_factor),
+        Row(f"{scaling}.beta_fast", "yarn.beta_fast", read.scaling_number(32.0)),
+        Row(f"{scaling}.beta_slow", "yarn.beta_slow", read.scaling_number(1.0)),
+        Row(
+            f"{scaling}.attention_factor",
+            "yarn.attention_factor",
+            read.yarn_attention,
+            unless(None),
+        ),
+    )
+
+
 ROPE = (
-    Row("rope_theta", "rope.base", read.rope_base),
     Row("rope_scaling", "rope.", read.unread, constant(None)),
-    Row("rope_scaling.rope_type", "linear.", read.unread, constant("linear")),
-    Row("rope_scaling.factor", "linear.factor", read.scaling_number()),
-    Row("rope_scaling.rope_type", "llama3.", read.unread, constant("llama3")),
-    Row("rope_scaling.factor", "llama3.factor", read.scaling_number()),
-    Row("rope_scaling.low_freq_factor", "llama3.low_freq_factor", read.scaling_number()),
-    Row("rope_scaling.high_freq_factor", "llama3.high_freq_factor", read.scaling_number()),
-    Row(
-        "rope_scaling.original_max_position_embeddings",
-        "llama3.original_max_position",
-        read.original_length,
-    ),
-    Row("rope_scaling.rope_type", "yarn.", read.unread, constant("yarn")),
-    Row(
-        "rope_scaling.original_max_position_embeddings",
-        "yarn.original_max_position",
-        read.original_length,
-    ),
-    Row("rope_scaling.factor", "yarn.factor", read.yarn_factor),
-    Row("rope_scaling.beta_fast", "yarn.beta_fast", read.scaling_number(32.0)),
-    Row("rope_scaling.beta_slow", "yarn.beta_slow", read.scaling_number(1.0)),
-    Row(
-        "rope_scaling.attention_factor", "yarn.attention_factor", read.yarn_attention, unless(None)
-    ),
+    *_rope_rows("rope_scaling", "rope_theta"),
+)
+#: An object for layers with full attention, and another for layers with a window.
+_FULL, _SLIDING = "rope_parameters.full_attention", "rope_parameters.sliding_attention"
+ROPES_OF_TYPES = (
+    Row(f"{_FULL}.rope_type", "rope.", read.unread, constant("default")),
+    *_rope_rows(_FULL, f"{_FULL}.rope_theta"),
+    Row(f"{_SLIDING}.rope_type", "window_rope.", read.unread, constant("default")),
+    Row(f"{_SLIDING}.rope_theta", "window_rope.base", read.window_rope_base),
 )
 WHOLE_ROPE = (
     *ROPE,

@@ -75,12 +75,12 @@ MIXER_NORM = Entry(f"{LAYER}.input_layernorm.weight", "{block}.norm.weight", "h"
 FFN_NORM = Entry(
     f"{LAYER}.post_attention_layernorm.weight", "{block}.norm.weight", "h", "norm_bias"
 )
-MLP = (
-    FFN_NORM,
+MLP_PROJECTIONS = (
     Entry(f"{LAYER}.mlp.gate_proj.weight", "{block}.mlp.gate.weight", "fh", "mlp_bias"),
     Entry(f"{LAYER}.mlp.up_proj.weight", "{block}.mlp.up.weight", "fh", "mlp_bias"),
     Entry(f"{LAYER}.mlp.down_proj.weight", "{block}.mlp.down.weight", "hf", "mlp_bias"),
 )
+MLP = (FFN_NORM, *MLP_PROJECTIONS)
 #: An MLP whose gate and up projections are one tensor.
 GATE_UP_MLP = (
     FFN_NORM,
@@ -92,6 +92,11 @@ GATE_UP_MLP = (
     ),
     Entry(f"{LAYER}.mlp.down_proj.weight", "{block}.mlp.down.weight", "hf"),
 )
+
+
+def output_norm(hf_name: str) -> Entry:
+    """Return the entry of the norm of a block's output."""
+    return Entry(f"{LAYER}.{hf_name}.weight", "{block}.post_norm.weight", "h", "norm_bias")
 
 
 def plain_mlp(up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
@@ -137,17 +142,27 @@ def gated_shared_expert(inside: str) -> tuple[Entry, ...]:
     )
 
 
-def query_key_norms(query: str = "q_norm", key: str = "k_norm") -> tuple[Entry, ...]:
-    """Return the entries of the norms of query and key heads, for models that have them."""
+def query_key_norms(
+    query: str = "q_norm", key: str = "k_norm", *, sizes: tuple[str, str] = ("d", "d")
+) -> tuple[Entry, ...]:
+    """Return the entries of the norms of queries and keys, for models that have them.
+
+    Args:
+        query, key: names of the norms.
+        sizes: letters of their sizes: channels of a head, or of all heads.
+    """
     return tuple(
         Entry(
             f"{LAYER}.self_attn.{hf_name}.weight",
             f"{{block}}.attention.{mcore_name}.weight",
-            "d",
+            size,
             "norm_bias",
             when="query_key_norms",
         )
-        for hf_name, mcore_name in ((query, "query_norm"), (key, "key_norm"))
+        for hf_name, mcore_name, size in (
+            (query, "query_norm", sizes[0]),
+            (key, "key_norm", sizes[1]),
+        )
     )
 
 
@@ -214,7 +229,8 @@ def fused_experts(*further_entries: AnyEntry, module: str = "mlp") -> tuple[AnyE
     )
 
 
-ATTENTION_ENTRIES = (MIXER_NORM, *attention_entries(f"{LAYER}.self_attn"))
+SELF_ATTENTION = attention_entries(f"{LAYER}.self_attn")
+ATTENTION_ENTRIES = (MIXER_NORM, *SELF_ATTENTION)
 NORMED_ATTENTION = (*ATTENTION_ENTRIES, *QUERY_KEY_NORMS)
 LATENT_ATTENTION: tuple[AnyEntry, ...] = (
     MIXER_NORM,

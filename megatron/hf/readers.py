@@ -23,7 +23,7 @@ from megatron.core.transformer import AttentionConfig
 from megatron.hf.architecture import Architecture
 from megatron.hf.classifier import default_label, read_labels
 from megatron.hf.fields import Fields
-from megatron.hf.layer_types import SLIDING, blocks_fields
+from megatron.hf.layer_types import FULL, SLIDING, blocks_fields
 
 #: Upper bound on the number of MTP layers.
 MAX_MTP_LAYERS = 64
@@ -64,7 +64,14 @@ class ModelFields(Fields):
     @property
     def scaling(self) -> Fields:
         """The object with the RoPE scaling; it may be empty."""
-        scaling = self.inner("rope_scaling") or self.inner("rope_parameters")
+        outer, parameters = self.inner("rope_scaling"), self.inner("rope_parameters")
+        if self.kind.has_ropes_of_types:
+            if outer is not None and parameters is not None:
+                self.refuse("rope_scaling", "leave it out next to rope_parameters")
+            parameters = parameters and parameters.inner(FULL)
+        elif parameters is not None and {FULL, SLIDING} & parameters.raw.keys():
+            self.refuse("rope_parameters", "one object for all layers is supported")
+        scaling = outer or parameters
         default = self.kind.defaults.get("rope_parameters", {})
         return scaling or Fields(default, self.where, prefix="rope_parameters.")
 
@@ -244,7 +251,30 @@ def write_scale(_: float | None, config: GPTConfig) -> float:
 
 
 def rope_base(fields: ModelFields, name: str) -> float:
+    name = name.rpartition(".")[2]
     return fields.scaling.number(name, fields.number(name, 10000.0))
+
+
+def window_rope_base(fields: ModelFields, name: str) -> float:
+    """Return the base of layers with a window, whose positions are not scaled."""
+    name, default = name.rpartition(".")[2], float(fields.kind.defaults["rope_theta"])
+    parameters = fields.inner("rope_parameters")
+    sliding = parameters and parameters.inner(SLIDING)
+    if sliding is None:
+        return default
+    sliding.must_be("rope_type", "default")
+    sliding.must_be("partial_rotary_factor", 1)
+    return sliding.number(name, default)
+
+
+def minimax_rotary_fraction(fields: ModelFields, name: str) -> float:
+    """Return the fraction of channels with RoPE, which the field `rotary_dim` may give."""
+    fraction = 1.0
+    if fields.find("rotary_dim") is not None:
+        fraction = fields.count("rotary_dim") / fields.count("head_dim")
+    if fraction > 1.0:
+        fields.refuse("rotary_dim", "expected at most head_dim")
+    return rotary_fraction(fraction)(fields, name)
 
 
 def rotary_fraction(default: float | None) -> Callable[[ModelFields, str], float]:

@@ -159,6 +159,51 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {**_MIX, "sliding_window": 7, "tie_word_embeddings": True, "rope_parameters": _YARN},
     ),
+    "olmo2": ("Olmo2", {**_WHOLE, "attention_bias": True, "rope_parameters": _YARN}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **_WHOLE,
+            **_MIX,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            **_WHOLE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 22,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+    "exaone4": ("Exaone4", {**_WHOLE, **_MIX, "sliding_window": 7}),
+    "exaone4_full": (
+        "Exaone4",
+        {
+            **_WHOLE,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 12,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 22,
+            "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.5},
+        },
+    ),
     "cwm": (
         "Cwm",
         {

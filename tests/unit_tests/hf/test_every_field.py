@@ -69,6 +69,7 @@ _FLOOR = "transformers bounds steps by it, the model's own code only by time_ste
 #: Ignored fields of single families, by model_type.
 IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     **{kind: {"max_window_layers": _TYPED} for kind in ("qwen2", "qwen3", "qwen2_moe", "dots1")},
+    "exaone4": {"sliding_window_pattern": _TYPED},
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
     "glm4_moe": {"num_nextn_predict_layers": _MTP},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},

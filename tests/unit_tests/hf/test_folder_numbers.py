@@ -193,7 +193,6 @@ def test_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
         (replace(model, mlp=replace(model.mlp, gated=False)), "mlp.gated"),
         (replace(model, norm=replace(model.norm, kind="LayerNorm")), "norm.kind"),
         (replace(model, rope=replace(model.rope, percent=0.5)), "rope.percent"),
-        (replace(model, rope=None), "rope"),
         (
             replace(model, attention=replace(model.attention, output_bias=True, window=8)),
             "attention.output_bias is True",

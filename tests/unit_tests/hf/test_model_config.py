@@ -86,11 +86,29 @@ QWEN2_MOE = {
 MINISTRAL = {**LLAMA, "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
 CWM = {**LLAMA, "model_type": "cwm", "architectures": ["CwmForCausalLM"], "bos_token_id": 0}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
+OLMO3 = {
+    **LLAMA,
+    "model_type": "olmo3",
+    "architectures": ["Olmo3ForCausalLM"],
+    "num_hidden_layers": 4,
+}
+EXAONE4 = {**LLAMA, "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"]}
+MINIMAX_M2 = {
+    **LLAMA,
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+}
 WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MINISTRAL, {}),
     (MINISTRAL, {"sliding_window": None}),
     (MINISTRAL, {"sliding_window": 9, "layer_types": MIX}),
     (CWM, {"num_hidden_layers": 6}),
+    (OLMO3, {"num_hidden_layers": 6}),
+    (EXAONE4, {"num_hidden_layers": 6}),
+    (EXAONE4, {"num_hidden_layers": 6, "sliding_window_pattern": 3}),
     (CWM, {"layer_types": MIX, "sliding_window": 9}),
     (SMOLLM3, {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 9}),
     (SMOLLM3, {"num_hidden_layers": 5, "sliding_window": 9}),

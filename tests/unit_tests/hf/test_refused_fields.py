@@ -16,7 +16,18 @@ import pytest
 from megatron.hf.config_json import read_model
 from tests.unit_tests.hf import test_expert_config, test_hybrid_config, test_model_config
 
-DENSE = ("MISTRAL", "QWEN2", "QWEN3", "SEED_OSS", "MINISTRAL", "CWM", "SMOLLM3")
+DENSE = (
+    "MISTRAL",
+    "QWEN2",
+    "QWEN3",
+    "SEED_OSS",
+    "MINISTRAL",
+    "CWM",
+    "SMOLLM3",
+    "EXAONE4",
+    "OLMO3",
+    "MINIMAX_M2",
+)
 MODULES = (test_model_config, test_expert_config, test_hybrid_config)
 FAMILIES: dict[str, dict[str, Any]] = {
     name: {"num_key_value_heads": 6, **fields} if name in DENSE else fields
@@ -48,6 +59,12 @@ QWEN2,QWEN3 {"use_sliding_window": true, "max_window_layers": -1} {"use_sliding_
 MINISTRAL,CWM {"sliding_window": 0} {"layer_types": ["sliding_attention"]} {"layer_types":
     ["full_attention", "linear_attention"]} {"sliding_window": null, "layer_types":
     ["sliding_attention", "full_attention"]}
+CWM,OLMO3,EXAONE4 {"sliding_window": null}
+OLMO3 {"layer_types": ["sliding_attention", "sliding_attention"]} {"rope_parameters":
+    {"full_attention": {"rope_theta": 500.0}}, "rope_scaling": {"rope_type": "linear", "factor": 2}}
+EXAONE4 {"layer_types": ["full_attention", "full_attention"]} {"sliding_window_pattern": 0}
+    {"sliding_window_pattern": "LLLG"}
+MINIMAX_M2 {"rotary_dim": 9} {"rotary_dim": "4"} {"num_experts": 5}
 SMOLLM3 {"no_rope_layers": [1]} {"no_rope_layers": [1, 2]} {"no_rope_layers": [0, 0]}
     {"no_rope_layer_interval": 0} {"no_rope_layer_interval": 1} {"no_rope_layers": [1, 0],
     "use_sliding_window": true, "sliding_window": 0} {"sliding_window": 9, "layer_types":
@@ -104,6 +121,10 @@ LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_pos
 LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings":
     16}} -> factor=0.5 must be at least 1
 LLAMA {"rope_parameters": {"partial_rotary_factor": 0.5}} -> partial_rotary_factor is 0.5
+OLMO3 {"num_hidden_layers": 3} -> layer_types is absent
+LLAMA {"rope_parameters": {"full_attention": {"rope_theta": 500.0}}} -> one object for all layers
+OLMO3 {"num_hidden_layers": 4, "rope_parameters": {"sliding_attention": {"rope_type":
+    "linear", "factor": 2.0}}} -> rope_parameters.sliding_attention.rope_type is 'linear'
 QWEN2 {"rope_parameters": {"rope_type": "dynamic"}} -> rope_type is 'dynamic'
 SMOLLM3 {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "use_sliding_window": true,
     "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}

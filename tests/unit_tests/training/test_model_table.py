@@ -194,14 +194,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         mlp=MLPConfig(ffn_hidden_size=draw(SIZES), bias=biased, **activation)
         if ffn is not None or DENSE in block_types
         else None,
-        norm=NormConfig(
-            kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"]))
-            if getattr(shape, "qk_norm_scope", "head") == "head"
-            else "RMSNorm",
-            epsilon=draw(st.floats(1e-9, 1e-2)),
-            zero_centered=draw(st.booleans()),
-            placement=draw(st.sampled_from(["pre", "post", "both"])),
-        ),
+        norm=draw(norms(of_projection=getattr(shape, "qk_norm_scope", "") == "projection")),
         rope=rope,
         tied=draw(st.booleans()),
         hidden_dropout=draw(RATES),
@@ -221,6 +214,17 @@ def models(draw: st.DrawFn) -> GPTConfig:
         delta_net=draw(DELTA_NETS) if DELTA_NET in block_types else None,
         mamba=draw(MAMBAS) if MAMBA in block_types else None,
         short_conv=draw(SHORT_CONVS) if SHORT_CONV in block_types else None,
+    )
+
+
+@st.composite
+def norms(draw: st.DrawFn, *, of_projection: bool) -> NormConfig:
+    """Draw norms; whole query and key projections have RMSNorm."""
+    return NormConfig(
+        kind="RMSNorm" if of_projection else draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+        epsilon=draw(st.floats(1e-9, 1e-2)),
+        zero_centered=draw(st.booleans()),
+        placement=draw(st.sampled_from(["pre", "post", "both"])),
     )
 
 

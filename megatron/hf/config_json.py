@@ -249,7 +249,10 @@ def function_of(config: GPTConfig) -> GPTConfig:
 
 
 def _rope_of(rope: RopeConfig | None) -> RopeConfig | None:
-    """Return a rotary position embedding with an explicit attention factor of YaRN."""
+    """Return a rotary position embedding with an explicit attention factor of YaRN, and without
+    the length of a scale of queries that is not used."""
+    if rope is not None and not rope.query_scale_beta:
+        rope = dataclasses.replace(rope, query_scale_length=RopeConfig.query_scale_length)
     if rope is None or rope.scaling is None or rope.scaling.kind != "yarn":
         return rope
     magnitude = float(f"{rope.scaling.magnitude:.8g}")

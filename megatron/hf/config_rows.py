@@ -144,6 +144,12 @@ def _rope_rows(scaling: str, base: str) -> tuple[Row, ...]:
         Row(f"{scaling}.beta_fast", "yarn.beta_fast", read.scaling_number(32.0)),
         Row(f"{scaling}.beta_slow", "yarn.beta_slow", read.scaling_number(1.0)),
         Row(
+            f"{scaling}.truncate",
+            "yarn.truncate",
+            lambda fields, _: fields.scaling.flag("truncate", True),
+            unless(True),
+        ),
+        Row(
             f"{scaling}.attention_factor",
             "yarn.attention_factor",
             read.yarn_attention,

@@ -308,8 +308,6 @@ def original_length(fields: ModelFields, name: str) -> int:
 
 
 def yarn_factor(fields: ModelFields, name: str) -> float:
-    if not fields.scaling.flag("truncate", True):
-        fields.scaling.refuse("truncate", "supported is true")
     original = original_length(fields, "original_max_position_embeddings")
     return fields.scaling.number("factor", (fields.max_length or original) / original)
 

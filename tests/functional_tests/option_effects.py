@@ -113,7 +113,10 @@ plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;
     rope-scaling-high-freq-factor 4 -> 8
 plan YARN: yarn-rotary-scaling-factor 4 -> 8; yarn-original-max-position-embeddings 4096 -> 2048;
-    yarn-beta-fast 32 -> 16; yarn-beta-slow 1 -> 2; yarn-attention-factor 1.0 -> 1.2
+    yarn-beta-fast 32 -> 16; yarn-beta-slow 1 -> 2; yarn-attention-factor 1.0 -> 1.2;
+    no-yarn-correction-range-round-to-int
+plan: rotary-query-scale-beta 0 -> 0.1
+plan --rotary-query-scale-beta 0.1: rotary-query-scale-length 8192 -> 4
 plan --qk-layernorm without GROUPED: multi-latent-attention
 plan LATENT without GROUPED: latent-norm-epsilon none -> 1e-3; q-lora-rank none -> 20;
     kv-lora-rank 32 -> 20; qk-head-dim 128 -> 20;

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ import torch
 from megatron.core.models.gpt_config import Multipliers
 from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad, router
 from megatron.core.moe import router as routing
+from megatron.core.ops.rope import RopeScaling
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -136,6 +137,34 @@ def plain_multipliers(row: Row) -> dict[str, float]:
     }
 
 
+#: YaRN's factor, original context, and rotations of features that are not and that are scaled: the
+#: ramp between them begins and ends within features.
+YARN = (4.0, 64, 4.0, 0.01)
+
+#: β and L of the factor on queries.
+QUERY_SCALE = (0.7, 3)
+
+
+def rope_config(row: Row) -> RopeConfig | None:
+    """Return the rotary embedding of a row; None without one."""
+    if row["positions"] != "rope":
+        return None
+    if row["rotary"] == "yarn":
+        factor, original, fast, slow = YARN
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=False,
+        )
+        return RopeConfig(scaling=scaling)
+    if row["rotary"] == "query_scale":
+        return RopeConfig(query_scale_beta=QUERY_SCALE[0], query_scale_length=QUERY_SCALE[1])
+    return RopeConfig()
+
+
 #: Window and rotary base of the first attention block with `second_attention`.
 SECOND_WINDOW, SECOND_BASE = 3, 500.0
 
@@ -149,7 +178,8 @@ def _window_attention(row: Row) -> WindowAttentionConfig | None:
     shared = {"sinks": not row["sinks"], "pattern": pattern}
     if row["second_attention"] == "no positions":
         return WindowAttentionConfig(window=row["window"], rotary=False, **shared)
-    rope = RopeConfig(base=SECOND_BASE) if row["positions"] == "rope" else None
+    rope = rope_config(row)
+    rope = None if rope is None else replace(rope, base=SECOND_BASE)
     return WindowAttentionConfig(window=SECOND_WINDOW, rope=rope, **shared)
 
 

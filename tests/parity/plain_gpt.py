@@ -39,6 +39,9 @@ class PlainGPT:
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
+        yarn: factor, original context, and rotations over it of features that are not and that are
+            scaled (Peng et al. 2023, section 3.2); None for none.
+        query_scale: β and L of the factor 1 + β ln(1 + ⌊p / L⌋) on queries; None for none.
     """
 
     layers: int
@@ -60,6 +63,8 @@ class PlainGPT:
     softmax_scale: float | None = None
     recurrent: tuple[Mixer, ...] = ()
     second: tuple[int | None, float | None] | None = None
+    yarn: tuple[float, int, float, float] | None = None
+    query_scale: tuple[float, int] | None = None
 
     def logits(
         self, weights: Weights, tokens: torch.Tensor, ids: torch.Tensor | None = None
@@ -132,6 +137,7 @@ class PlainGPT:
             key = self._norm_of_heads(weights, f"{name}.attention.key_norm", key)
         if _POSITIONS not in weights and base is not None:
             query, key = self._rotated(query, base), self._rotated(key, base)
+            query = self._scaled(query, ids)
         heads_per_group = self.heads // self.groups
         key, value = (
             t.repeat_interleave(heads_per_group, dim=1) for t in (key, value)
@@ -169,6 +175,15 @@ class PlainGPT:
         """Rotate pairs (i, i + d/2) by position · base^(-2i/d) (Su et al. 2021, section 3.2)."""
         half = self.head_dim // 2
         frequency = base ** (-torch.arange(half, dtype=x.dtype) / half)
+        if self.yarn is not None:
+            factor, length, fast, slow = self.yarn
+            # The features (not integers) that rotate `fast` and `slow` times over the context.
+            low, high = (
+                half * math.log(length / (2 * math.pi * turns), base) for turns in (fast, slow)
+            )
+            scaled = ((torch.arange(half) - low) / (min(high, 2 * half - 1) - low)).clamp(0, 1)
+            frequency = frequency * (1 - scaled + scaled / factor)
+            x = x * (0.1 * math.log(factor) + 1)
         angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # [s, d/2]
         x1, x2 = x[..., :half], x[..., half:]
         return torch.cat(
@@ -178,6 +193,17 @@ class PlainGPT:
             ),
             dim=-1,
         )
+
+    def _scaled(self, query: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """Multiply queries [b, n, s, d] by the factors of their positions in documents [b, s]."""
+        if self.query_scale is None:
+            return query
+        positions = torch.arange(query.shape[-2])
+        if ids is not None:
+            positions = positions - (ids[:, None, :] < ids[:, :, None]).sum(-1)  # [b, s]
+        beta, length = self.query_scale
+        factors = 1 + beta * (1 + positions.div(length, rounding_mode="floor")).to(query).log()
+        return query * factors.view(-1, 1, query.shape[-2], 1)
 
     def mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of MLP block `name` for hidden [b, s, h]."""

@@ -224,6 +224,13 @@ window blocks are rotated by the table of the other blocks [tp=1 cp=2 second_att
     transformer.attention SelfAttention.forward: rope = window_rope => rope = rope
 a stage with window blocks alone has no rotary table [tp=1 pp=2 second_attention=window]
     models.gpt GPTModel._ropes: if window_rotary is not None: => if rotary is window_rotary:
+the bounds of yarn's ramp are rounded [rotary=yarn]
+    ops.rope _yarn: if scaling.truncate: => if not scaling.truncate:
+queries are not scaled by position [rotary=query_scale]
+    transformer.attention SelfAttention.forward: query = rope.scale(query) => query = query
+queries are scaled by their positions on a rank [tp=1 cp=2 rotary=query_scale]
+    transformer.attention RotaryEmbedding._query_scale: (positions // length)
+    => ((positions - positions.min()) // length)
 every rank of an expert adds the bias of its output [experts=sigmoid etp=2 expert_bias]
     moe.layer ExpertMLPs.forward: bias if self._adds_down_bias else bias * 0.0 => bias
 biases of experts keep the gradient of one rank [experts=sigmoid etp=2 expert_bias]

@@ -65,6 +65,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "expert_bias": (False, True),  # of experts and router
     "attention": ("grouped", "latent"),
     "positions": ("rope", "learned"),
+    "rotary": ("plain", "yarn", "query_scale"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
     "attention_gate": (False, True),
     "mixer": (None, "delta", "mamba", "short_conv"),  # of the first layer and of MTP layers
@@ -133,6 +134,9 @@ LEARNED_POSITIONS = (
     Constraint(
         ("positions", "norm", "qk_norm"),
         lambda positions, norm, qk: positions == "rope" or not qk or norm == "RMSNorm",
+    ),
+    Constraint(
+        ("positions", "rotary"), lambda positions, rotary: positions == "rope" or rotary == "plain"
     ),
     Constraint(
         ("positions", "second_attention"),
@@ -439,6 +443,7 @@ def label(row: Row) -> str:
         *([_label_of_experts(row)] if row["experts"] else []),
         *(["latent"] if row["attention"] == "latent" else []),
         *(["learned_positions"] if row["positions"] == "learned" else []),
+        *([row["rotary"]] if row["rotary"] != "plain" else []),
         *([f"predict{row['predictions']}"] if row["predictions"] else []),
         *([_label_of_mixer(row)] if row["mixer"] else []),
     ]

@@ -9,7 +9,13 @@ with the single-process model in every loss, every gradient and the weights afte
 import pytest
 import torch
 
-from tests.parity.experts import CLAMP, plain_multipliers, second_attention
+from tests.parity.experts import (
+    CLAMP,
+    QUERY_SCALE,
+    YARN,
+    plain_multipliers,
+    second_attention,
+)
 from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.recurrent import epsilon_of, plain_mixers
@@ -211,6 +217,7 @@ MODELS = {
         "mamba_groups",
         "norm_groups",
         "positions",
+        "rotary",
     )
 }
 SINGLE_RANK_ROW = row_with(tp=1, dp=2)
@@ -251,6 +258,8 @@ def test_single_process_trains_like_the_definition(model):
         clamp=CLAMP if row["gate"] == "clamped" else None,
         window=row["window"],
         second=second_attention(row),
+        yarn=YARN if row["rotary"] == "yarn" else None,
+        query_scale=QUERY_SCALE if row["rotary"] == "query_scale" else None,
         recurrent=plain_mixers(row),
         **plain_multipliers(row),
         epsilon=epsilon_of(row),

@@ -41,7 +41,7 @@ from megatron.core.optimizer import (
     OptimizerStepResult,
 )
 from megatron.core.pipeline_parallel import Action
-from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConfig
+from megatron.core.transformer import MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
@@ -50,6 +50,7 @@ from tests.parity.experts import (
     activation_settings,
     attention_config,
     moe_config,
+    rope_config,
     watched_routes,
 )
 from tests.parity.gather_format import compute_with_encoded
@@ -185,7 +186,7 @@ def gpt_config(row: Row) -> GPTConfig:
             zero_centered=row.get("zero_centered", False),
             placement=row["norm_placement"],
         ),
-        rope=RopeConfig() if row["positions"] == "rope" else None,
+        rope=rope_config(row),
         max_position_embeddings=None if row["positions"] == "rope" else SEQUENCE,
         tied=row["tied"],
         hidden_dropout=row["dropout"],

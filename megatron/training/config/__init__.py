@@ -27,6 +27,7 @@ from megatron.training.config.model_options import (
     HybridConfig,
     ModelConfig,
     PositionConfig,
+    RopeScalingOptions,
 )
 from megatron.training.config.optimizer_options import (
     LossScaleConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "PositionConfig",
     "ProfilingConfig",
     "QuantizationOptions",
+    "RopeScalingOptions",
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
@@ -78,6 +80,7 @@ class Config:
     activations: ActivationOptions
     attention: AttentionOptions
     position: PositionConfig
+    rope_scaling: RopeScalingOptions
     experts: ExpertConfig
     hybrid: HybridConfig
     tokenizer: TokenizerConfig

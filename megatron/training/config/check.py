@@ -58,7 +58,7 @@ def check(config: Config, world_size: int) -> list[str]:
             latent_attention_problems(config),
             query_key_norm_problems(config),
             expert_problems(config, world_size),
-            rope_scaling_problems(config.position),
+            rope_scaling_problems(config.position, config.rope_scaling),
             gate_problems(config.model, config.activations),
             learned_position_problems(config),
             implementation_checks.attention_kernel_problems(config),

@@ -387,8 +387,6 @@ class PositionConfig:
     """Fraction of each head's features that is rotated, in (0, 1]."""
     rotary_interleaved: Annotated[bool, at("rope.interleaved", back=unless(False))] = False
     """Rotate pairs of adjacent features instead of features half a head apart."""
-    rotary_seq_len_interpolation_factor: Annotated[float | None, at("linear.factor")] = None
-    """Divide positions by this factor (linear scaling)."""
     no_rope_freq: str | None = None
     """Which layers have no rotary embeddings: N for every N-th layer, or for each layer a 1 without
     them or a 0 with them, as 0,0,1 or ([0]*3+[1])*4; derived: none."""
@@ -397,6 +395,37 @@ class PositionConfig:
     window_rope_scaling: Literal["same", "unscaled"] = "same"
     """Scaling of the rotary frequencies of the layers with the window, if others have none:
     unscaled applies the scaling to the other layers only."""
+    rotary_query_scale_beta: Annotated[float, at("rope.query_scale_beta", back=unless(0.0))] = 0.0
+    """Multiply the queries of position p by 1 + this x ln(1 + floor(p / L)), L being
+    --rotary-query-scale-length."""
+    rotary_query_scale_length: Annotated[int, at("rope.query_scale_length", back=unless(8192))] = (
+        8192
+    )
+    """Tokens after which --rotary-query-scale-beta scales queries, and between its steps."""
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
+
+    def __post_init__(self) -> None:
+        require_all(
+            lambda: positive(self, "rotary_base", "window_rotary_base"),
+            lambda: positive(self, "rotary_query_scale_length"),
+            lambda: not_negative(self, "rotary_query_scale_beta"),
+            lambda: require(
+                0.0 < self.rotary_percent <= 1.0,
+                f"--rotary-percent is {self.rotary_percent}: it must lie in (0, 1]",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScalingOptions:
+    """Scaling of rotary frequencies for contexts longer than in pretraining."""
+
+    rotary_seq_len_interpolation_factor: Annotated[float | None, at("linear.factor")] = None
+    """Divide positions by this factor (linear scaling)."""
     use_rope_scaling: Annotated[bool, at("llama3.", back=constant(True))] = False
     """Scale low rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: Annotated[float, at("llama3.factor")] = 8.0
@@ -417,16 +446,15 @@ class PositionConfig:
     """Features with fewer rotations than this over the original context are scaled fully (yarn)."""
     yarn_attention_factor: float | None = None
     """Factor on cosine and sine (yarn); derived: 0.1 x ln(scaling factor) + 1."""
-
-    @property
-    def is_rotary(self) -> bool:
-        """Whether queries and keys are rotated."""
-        return self.position_embedding_type in ("rope", "yarn")
+    no_yarn_correction_range_round_to_int: Annotated[
+        bool, at("yarn.truncate", to=negated, back=opposite)
+    ] = False
+    """Between features that are scaled and features that are not, do not round the bounds to whole
+    features (yarn)."""
 
     def __post_init__(self) -> None:
         require_all(
-            lambda: positive(self, "rotary_base", "rotary_seq_len_interpolation_factor"),
-            lambda: positive(self, "window_rotary_base"),
+            lambda: positive(self, "rotary_seq_len_interpolation_factor"),
             lambda: positive(self, "rope_scaling_factor", "rope_scaling_original_max_position"),
             lambda: positive(
                 self, "yarn_original_max_position_embeddings", "yarn_attention_factor"
@@ -438,31 +466,27 @@ class PositionConfig:
                 f"--yarn-rotary-scaling-factor is {self.yarn_rotary_scaling_factor}: it must be at "
                 "least 1",
             ),
-            lambda: require(
-                0.0 < self.rotary_percent <= 1.0,
-                f"--rotary-percent is {self.rotary_percent}: it must lie in (0, 1]",
-            ),
         )
 
 
-def rope_scaling_problems(position: PositionConfig) -> Iterator[str]:
+def rope_scaling_problems(position: PositionConfig, scaling: RopeScalingOptions) -> Iterator[str]:
     """Yield a message for each problem of the scaling of rotary embeddings."""
     scalings = {
-        "--use-rope-scaling": position.use_rope_scaling,
+        "--use-rope-scaling": scaling.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": (
-            position.rotary_seq_len_interpolation_factor is not None
+            scaling.rotary_seq_len_interpolation_factor is not None
         ),
         "--position-embedding-type yarn": position.position_embedding_type == "yarn",
     }
     chosen = [flag for flag, on in scalings.items() if on]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} are mutually exclusive: keep one"
-    low, high = position.rope_scaling_low_freq_factor, position.rope_scaling_high_freq_factor
+    low, high = scaling.rope_scaling_low_freq_factor, scaling.rope_scaling_high_freq_factor
     if low >= high:
         yield (
             f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor "
             f"{high}: change one"
         )
-    slow, fast = position.yarn_beta_slow, position.yarn_beta_fast
+    slow, fast = scaling.yarn_beta_slow, scaling.yarn_beta_fast
     if slow > fast:
         yield f"--yarn-beta-slow {slow} must not be above --yarn-beta-fast {fast}: change one"

@@ -477,6 +477,8 @@ MODEL = Table(
         ),
         Row("", "window_rope.percent", lambda f, _: f["rotary-percent"]),
         Row("", "window_rope.interleaved", lambda f, _: f["rotary-interleaved"]),
+        Row("", "window_rope.query_scale_beta", lambda f, _: f["rotary-query-scale-beta"]),
+        Row("", "window_rope.query_scale_length", lambda f, _: f["rotary-query-scale-length"]),
         Row("window-rope-scaling", "window_rope.scaling", _window_scaling, _window_scaling_option),
         # Experts and multi-token prediction
         Row("mtp-num-layers", "mtp.num_layers", lambda f, _: mtp_num_layers(f.config), _depths),

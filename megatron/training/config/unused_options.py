@@ -132,11 +132,17 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
 def _attention_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     """Yield the rows of `_dependents` for attention options."""
     position = config.position
-    yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
+    scaling = config.rope_scaling
+    yield scaling, "rope_scaling_", scaling.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
-    yield position, "yarn_", yarn, "--position-embedding-type yarn"
-    for start in ("rotary_", "use_rope_", "no_rope_", "window_rotary_", "window_rope_"):
+    for start in ("yarn_", "no_yarn_"):
+        yield scaling, start, yarn, "--position-embedding-type yarn"
+    for start in ("rotary_", "use_rope_"):
+        yield scaling, start, position.is_rotary, "--position-embedding-type rope or yarn"
+    for start in ("rotary_", "no_rope_", "window_rotary_", "window_rope_"):
         yield position, start, position.is_rotary, "--position-embedding-type rope or yarn"
+    scales = position.rotary_query_scale_beta > 0
+    yield position, "rotary_query_scale_length", scales, "--rotary-query-scale-beta"
     latent = config.attention.multi_latent_attention
     for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):
         yield config.attention, start, latent, "--multi-latent-attention"

@@ -85,6 +85,13 @@ QWEN2_MOE = {
 }
 MINISTRAL = {**LLAMA, "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
 CWM = {**LLAMA, "model_type": "cwm", "architectures": ["CwmForCausalLM"], "bos_token_id": 0}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_key_value_heads": 6,
+}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
 OLMO3 = {
     **LLAMA,
@@ -112,6 +119,8 @@ WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (CWM, {"layer_types": MIX, "sliding_window": 9}),
     (SMOLLM3, {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 9}),
     (SMOLLM3, {"num_hidden_layers": 5, "sliding_window": 9}),
+    (GPT_OSS, {"num_hidden_layers": 3}),
+    (GPT_OSS, {"sliding_window": 9, "layer_types": MIX}),
     (QWEN2_MOE, {"use_sliding_window": True}),
     (QWEN2_MOE, {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 9}),
     (QWEN2_MOE, {"use_sliding_window": False, "max_window_layers": 3}),
@@ -184,6 +193,8 @@ def test_yarn_frequencies_match_transformers() -> None:
             "rope_theta": 10.0,
         },
         {**SCALED, "beta_fast": 64.0, "beta_slow": 0.001},
+        {**SCALED, "original_max_position_embeddings": 64, "truncate": False},
+        {**SCALED, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
         {**SCALED, "beta_fast": 1.0, "beta_slow": 1.0},
     ]
     for parameters in cases:

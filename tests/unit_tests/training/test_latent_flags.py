@@ -99,4 +99,4 @@ def test_config_file_keeps_its_rope_and_is_read_back(tmp_path: Path) -> None:
         (tmp_path / "new.yaml").write_text(write_options(flatten(run.config), options(Config)))
         assert run_of(f"--config {tmp_path / 'new.yaml'}") == run
     explicit = run_of(f"{words} --config {tmp_path / 'old.yaml'} --rope-type yarn")
-    assert explicit.config.position.yarn_rotary_scaling_factor == 40.0
+    assert explicit.config.rope_scaling.yarn_rotary_scaling_factor == 40.0

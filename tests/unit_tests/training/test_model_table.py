@@ -101,13 +101,20 @@ def ropes(draw: st.DrawFn, *, latent: bool) -> RopeConfig:
     if kind == "yarn":
         grows = st.floats(0.5, 2.0) if latent else st.none() | st.floats(0.5, 2.0)
         scaling = dataclasses.replace(
-            scaling, beta_fast=16.5, beta_slow=1.25, attention_factor=draw(grows)
+            scaling,
+            beta_fast=16.5,
+            beta_slow=1.25,
+            attention_factor=draw(grows),
+            truncate=draw(st.booleans()),
         )
+    beta = draw(st.sampled_from([0.0, 0.3]))
     return RopeConfig(
         base=draw(st.floats(1.5, 1e7)),
         percent=draw(st.sampled_from([0.5, 1.0])),
         interleaved=draw(st.booleans()),
         scaling=scaling,
+        query_scale_beta=beta,
+        query_scale_length=draw(SIZES) if beta else 8192,
     )
 
 
@@ -317,9 +324,9 @@ WITHOUT_ROW = {
     "": {"num_labels"},
     "linear": {
         *("original_max_position", "beta_fast", "beta_slow"),
-        *("low_freq_factor", "high_freq_factor", "attention_factor"),
+        *("low_freq_factor", "high_freq_factor", "attention_factor", "truncate"),
     },
-    "llama3": {"beta_fast", "beta_slow", "attention_factor"},
+    "llama3": {"beta_fast", "beta_slow", "attention_factor", "truncate"},
     "yarn": {"low_freq_factor", "high_freq_factor"},
 }
 

@@ -12,6 +12,7 @@ from megatron.training.config import (
     ExpertConfig,
     ModelConfig,
     PositionConfig,
+    RopeScalingOptions,
     TokenizerConfig,
 )
 from megatron.training.config.values import not_negative, require, require_all
@@ -107,5 +108,6 @@ class ConvertToNativeConfig:
     activations: ActivationOptions
     attention: AttentionOptions
     position: PositionConfig
+    rope_scaling: RopeScalingOptions
     experts: ExpertConfig
     tokenizer: TokenizerConfig

@@ -264,14 +264,24 @@ class RopeConfig:
         percent: fraction of each head's features that is rotated.
         interleaved: rotate pairs of adjacent features instead of features half a head apart.
         scaling: scaling of the wavelengths for longer contexts; None for none.
+        query_scale_beta: β of the factor 1 + β ln(1 + ⌊p / L⌋) on the queries of position p, which
+            keeps attention sharp in long contexts (Llama 4); 0 for none.
+        query_scale_length: L, in tokens.
     """
 
     base: float = 10000.0
     percent: float = 1.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    query_scale_beta: float = 0.0
+    query_scale_length: int = 8192
 
     def __post_init__(self) -> None:
+        if self.query_scale_beta < 0.0 or self.query_scale_length < 1:
+            raise ValueError(
+                f"query_scale_beta {self.query_scale_beta} must not be negative, and "
+                f"query_scale_length {self.query_scale_length} must be at least 1"
+            )
         if not (self.base > 1.0 and 0.0 < self.percent <= 1.0):
             raise ValueError(
                 f"rotary base {self.base} must be above 1 and rotary percent "
@@ -313,7 +323,7 @@ class RotaryEmbedding:
     def __call__(self, positions: torch.Tensor) -> RopeTable:
         """Return the table for positions int64 [s] or [s, b]."""
         cos, sin = tabulate(positions, self.frequencies, self.config.scaling)
-        return RopeTable(cos, sin, self.config.interleaved)
+        return RopeTable(cos, sin, self.config.interleaved, self._query_scale(positions))
 
     def cached(self, positions: torch.Tensor, *, end: int) -> RopeTable:
         """Return the table for positions int64 [t] as rows of a cached table.
@@ -325,7 +335,16 @@ class RotaryEmbedding:
             size = max(CACHED_POSITIONS, 1 << (end - 1).bit_length())
             self._table = self(torch.arange(size, device=self.frequencies.device))
         cos, sin = (x.index_select(0, positions) for x in (self._table.cos, self._table.sin))
-        return RopeTable(cos, sin, self.config.interleaved)
+        scale = self._table.query_scale
+        if scale is not None:
+            scale = scale.index_select(0, positions)
+        return RopeTable(cos, sin, self.config.interleaved, scale)
+
+    def _query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        beta, length = self.config.query_scale_beta, self.config.query_scale_length
+        if not beta:
+            return None
+        return torch.log1p((positions // length).float()).mul_(beta).add_(1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,6 +615,8 @@ class SelfAttention(Mixer):
             query, key = self.query_norm(query), self.key_norm(key)
         if rope is not None and self.config.qk_norm:
             query, key = rope.rotate(query), rope.rotate(key)
+        if rope is not None:
+            query = rope.scale(query)
         if cache is None:
             out = self.core(query, key, value, layout, sinks=self._sinks())  # [s, b, n/tp, d]
         else:
@@ -630,6 +651,7 @@ class SelfAttention(Mixer):
                 heads.copy_(norm(heads))
         if rope is not None:
             rope.rotate_(mixed[:, : n + g])
+            rope.scale_(query)
         return self._gated(self._attend_cached(query, key_value, layout, cache), gates), self.output
 
     def _sinks(self) -> torch.Tensor | None:

@@ -207,6 +207,7 @@ class LatentAttention(Mixer):
         nope, rotated = query.split([config.nope_channels, config.rope_channels], dim=-1)
         if rope is not None:
             rotated, key_rope = rope.rotate(rotated), rope.rotate(key_rope)
+            nope, rotated = rope.scale(nope), rope.scale(rotated)
         if cache is not None:
             if self.region.scatters:
                 latent = gather_from_group(latent, self.region.group)  # [s, b, kv_lora]

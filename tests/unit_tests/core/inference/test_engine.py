@@ -82,7 +82,11 @@ LATENT = LatentAttentionConfig(
 )
 MULTIPLIERS = Multipliers(embedding=1.7, residual=0.6, logits=0.8)
 FAMILIES = {
-    "gqa": gpt(attention=replace(HEADS, qk_norm=True, softmax_scale=0.25), multipliers=MULTIPLIERS),
+    "gqa": gpt(
+        attention=replace(HEADS, qk_norm=True, softmax_scale=0.25),
+        multipliers=MULTIPLIERS,
+        rope=RopeConfig(query_scale_beta=0.7, query_scale_length=6),
+    ),
     "window and sinks": gpt(
         attention=replace(HEADS, window=20, sinks=True, qk_norm=True, qk_norm_scope="projection"),
         norm=NormConfig(placement="post"),
@@ -99,7 +103,9 @@ FAMILIES = {
         moe=MoEConfig(router=RouterConfig(topk=2), num_experts=4, ffn_hidden_size=16),
         norm=NormConfig(placement="both"),
     ),
-    "latent": gpt(attention=LATENT, rope=RopeConfig(base=200.0)),
+    "latent": gpt(
+        attention=LATENT, rope=RopeConfig(base=200.0, query_scale_beta=0.7, query_scale_length=6)
+    ),
     "hybrid": gpt(
         6,
         pattern="G-*-M-",

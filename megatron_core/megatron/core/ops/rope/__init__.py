@@ -38,11 +38,13 @@ class RopeTable:
     Args:
         cos, sin: fp32 [s, r/2] or [s, b, r/2], from `rotary_table`.
         interleaved: pair neighbouring features instead of halves.
+        query_scale: fp32 [s] or [s, b], factor on the queries of each position; None for none.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+    query_scale: torch.Tensor | None = None
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return heads [s, b, n, d] rotated by the positions of their tokens."""
@@ -51,6 +53,18 @@ class RopeTable:
     def rotate_(self, x: torch.Tensor) -> None:
         """Rotate heads [s, n, d] in place, outside of autograd, with a table [s, r/2]."""
         cpu.rotate_(x, *self._by_pair, self.interleaved)
+
+    def scale(self, query: torch.Tensor) -> torch.Tensor:
+        """Return queries [s, b, n, d] times the factors of their positions."""
+        if self.query_scale is None:
+            return query
+        scale = self.query_scale.unsqueeze(1) if self.query_scale.ndim == 1 else self.query_scale
+        return query * scale[..., None, None].to(query.dtype)  # [s, 1 or b, 1, 1]
+
+    def scale_(self, query: torch.Tensor) -> None:
+        """Multiply queries [s, n, d] in place, outside of autograd, with factors [s]."""
+        if self.query_scale is not None:
+            query.mul_(self.query_scale[:, None, None].to(query.dtype))
 
     @functools.cached_property
     def _by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,6 +256,8 @@ class RopeScaling:
         beta_fast: yarn: features with more rotations than this over that context are unchanged.
         beta_slow: yarn: features with fewer rotations than this are fully stretched.
         attention_factor: yarn: factor on cosine and sine; None is 0.1 ln(factor) + 1.
+        truncate: yarn: round the bounds of the ramp to whole features (the lower bound down, the
+            upper bound up).
 
     Raises:
         ValueError: lists every field that is out of range.
@@ -255,6 +271,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         problems = []
@@ -332,8 +349,10 @@ def _yarn(frequencies: torch.Tensor, dim: int, base: float, scaling: RopeScaling
         wavelength = length / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(base))
 
-    low = max(math.floor(index_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(index_of(scaling.beta_slow)), dim - 1)
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = high - low if high != low else 0.001  # avoids a division by zero: a step
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
     stretch = ((index - low) / ramp).clamp(0, 1)

@@ -12,6 +12,7 @@ from megatron.hf.families import (
     ernie,
     glm,
     gpt,
+    gpt_oss,
     granite,
     lfm2,
     llama,
@@ -76,6 +77,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             olmo.EXAONE4,
             olmo.GLM4,
             olmo.MINIMAX_M2,
+            gpt_oss.GPT_OSS,
         )
     }
 )

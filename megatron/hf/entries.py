@@ -21,6 +21,7 @@ class Entry(NamedTuple):
     a feature that the model must have, see `tensor_map.features_of`. A tensor with `fp32` is stored
     in fp32 on both sides; with `keep_dtype` it keeps its dtype. Neither is converted to the dtype
     of the weights. `hf_shape` is the shape in Hugging Face if it has leading dimensions of size 1.
+    Files store a weight that is `transposed` with its dimensions swapped.
     """
 
     hf_name: str
@@ -31,6 +32,7 @@ class Entry(NamedTuple):
     fp32: bool = False
     keep_dtype: bool = False
     hf_shape: str | None = None
+    transposed: bool = False
 
 
 class ExpertTensors(NamedTuple):
@@ -47,7 +49,10 @@ class FusedWeight(NamedTuple):
     For each of `groups` it contains the rows of each of `mcore_names`, pairs of a name and the
     letter of its number of rows. `inner` has one letter per trailing dimension. If `stacked`, the
     group is the leading dimension of the tensor and of our weights, otherwise groups follow one
-    another along the rows. `biased` is as in `Entry`: the bias has the same rows.
+    another along the rows. `biased` is as in `Entry`: the bias has the same rows. Files store a
+    tensor that is `transposed` with its last two dimensions swapped, and an `interleaved` tensor
+    with the rows of all weights interleaved instead of one weight after the other. `when` is as in
+    `Entry`.
     """
 
     hf_name: str
@@ -56,6 +61,9 @@ class FusedWeight(NamedTuple):
     inner: str
     stacked: bool = False
     biased: str | None = None
+    transposed: bool = False
+    interleaved: bool = False
+    when: str | None = None
 
 
 AnyEntry = Entry | ExpertTensors | FusedWeight

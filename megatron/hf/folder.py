@@ -27,6 +27,8 @@ from megatron.core.untrusted_files import link_target, read_json
 from megatron.hf.gguf import GGUFTensors, gguf_config
 from megatron.hf.quantization_config import quantization_of
 from megatron.hf.quantized import Quantization, QuantizedTensor, TensorFile
+from megatron.hf.stored_layout import StoredLayout
+from megatron.hf.tensor_map import MappedTensor
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -176,6 +178,32 @@ class OpenTensors:
             return
         assert self._quantization is not None
         self._quantization.read_box(quantized, box, target, files=self._files)
+
+    def read_mapped(self, tensor: MappedTensor, box: Box, target: torch.Tensor) -> None:
+        """Read a box of a tensor, in the order of its table, into `target` [*box.sizes].
+
+        Raises:
+            ValueError: see `read_box`.
+        """
+        layout = self.layout_of(tensor)
+        if layout is None:
+            self.read_box(tensor.name, box, target)
+            return
+        stored_box = layout.stored_box(box, tensor.shape)
+        stored = torch.empty(stored_box.sizes, dtype=target.dtype)
+        self.read_box(tensor.name, stored_box, stored)
+        target.copy_(layout.select(stored))
+
+    def layout_of(self, tensor: MappedTensor) -> StoredLayout | None:
+        """Return how the files store a tensor. Quantized matrices are never transposed."""
+        if tensor.layout is None or tensor.name not in self._quantized:
+            return tensor.layout
+        return tensor.layout._replace(transposed=False)
+
+    def stored_shape(self, tensor: MappedTensor) -> tuple[int, ...]:
+        """Return the shape that a tensor must have in the files."""
+        layout = self.layout_of(tensor)
+        return tensor.shape if layout is None else layout.shape(tensor.shape)
 
     def is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is the bias of a quantized weight and all its elements are zero.

@@ -70,8 +70,9 @@ def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -
                 yield f"{name} is missing"
             continue
         tensor_info = opened.find(name)
-        if tensor_info.shape != tensor.shape:
-            yield f"{name} is {list(tensor_info.shape)}, config.json requires {list(tensor.shape)}"
+        shape = opened.stored_shape(tensor)
+        if tensor_info.shape != shape:
+            yield f"{name} is {list(tensor_info.shape)}, config.json requires {list(shape)}"
         if tensor_info.dtype not in _FLOATS:
             yield f"{name} has dtype {tensor_info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
@@ -179,7 +180,7 @@ def read_weights(
             mapped = check_tensors(folder, opened, model)
             reads = [box_read for chunk in chunks for box_read in _reads(mapped, chunk)]
             for name, box, target in sorted(reads, key=lambda r: opened.find(r.name).begin):
-                opened.read_box(name, box, target)
+                opened.read_mapped(mapped.hf_tensors[name], box, target)
             check_copies(folder, opened, mapped, chunks=chunks)
             bytes_read.append(opened.bytes_read)
 

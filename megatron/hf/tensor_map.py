@@ -26,6 +26,7 @@ from megatron.hf.entries import (
     ExpertTensors,
     FusedWeight,
 )
+from megatron.hf.stored_layout import StoredLayout
 
 #: Upper bound on the slices of all tensors of a model. DeepSeek-V3 has 45,000.
 MAX_SLICES = 1 << 19
@@ -81,6 +82,7 @@ class MappedTensor:
         name, shape: name and shape of the tensor.
         fp32: the tensor is a buffer that is always stored in fp32.
         keep_dtype: the tensor keeps its dtype when weights are converted to another one.
+        layout: how files store a Hugging Face tensor; None if as `shape`.
         slices: slices that cover the tensor.
     """
 
@@ -88,7 +90,13 @@ class MappedTensor:
     shape: tuple[int, ...]
     fp32: bool = False
     keep_dtype: bool = False
+    layout: StoredLayout | None = None
     slices: list[TensorSlice] = field(default_factory=list)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in files."""
+        return self.shape if self.layout is None else self.layout.shape(self.shape)
 
 
 class TensorMap:
@@ -117,8 +125,13 @@ class TensorMap:
         *,
         fp32: bool,
         keep_dtype: bool = False,
+        layout: StoredLayout | None = None,
     ) -> None:
         """Declare a tensor on both sides as (name, shape). Repeated declarations are allowed.
+
+        Args:
+            hf_tensor, mcore_tensor: the tensor in Hugging Face and here.
+            fp32, keep_dtype, layout: see `MappedTensor`.
 
         Raises:
             ValueError: there are more tensors than `max_tensors`.
@@ -127,12 +140,14 @@ class TensorMap:
         full = self._max_tensors is not None and count >= self._max_tensors
         if full and hf_tensor[0] not in self.hf_tensors:
             raise ValueError(f"config.json describes more than {count} tensors")
-        for side, (name, shape) in (
-            (self.hf_tensors, hf_tensor),
-            (self.mcore_tensors, mcore_tensor),
+        for side, (name, shape), stored in (
+            (self.hf_tensors, hf_tensor, layout),
+            (self.mcore_tensors, mcore_tensor, None),
         ):
             if name not in side:
-                side[name] = MappedTensor(name=name, shape=shape, fp32=fp32, keep_dtype=keep_dtype)
+                side[name] = MappedTensor(
+                    name=name, shape=shape, fp32=fp32, keep_dtype=keep_dtype, layout=stored
+                )
 
     def add(self, tensor_slice: TensorSlice) -> None:
         """Append a slice to the two declared tensors that it connects.
@@ -310,6 +325,8 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         "attention_bias": attention is not None and attention.qkv_bias,
         "attention_out_bias": attention is not None and attention.output_bias,
         "mlp_bias": config.mlp is not None and config.mlp.bias,
+        "expert_biases": config.moe is not None and config.moe.bias,
+        "router_bias": config.moe is not None and config.moe.router.bias,
         "use_bias": mamba is not None and mamba.bias,
         "use_conv_bias": mamba is not None and mamba.conv_bias,
         "conv_bias": config.short_conv is not None and config.short_conv.bias,
@@ -336,21 +353,27 @@ class _Mapping:
         for entry in entries:
             if isinstance(entry, ExpertTensors):
                 self._add_experts(entry, words)
+            elif entry.when is not None and entry.when not in self._features:
+                continue
             elif isinstance(entry, FusedWeight):
                 self._add_rows(entry, words)
-            elif entry.when is None or entry.when in self._features:
+            else:
                 self._add_plain(entry, words)
 
     def _add_plain(self, entry: Entry, words: Mapping[str, str]) -> None:
         hf_name, mcore_name = self._hf_name(entry.hf_name, words), entry.mcore_name.format(**words)
         shape = self._shape(entry.shape)
         hf_shape = self._shape(entry.hf_shape or entry.shape)
-        dtype_rules = {"fp32": entry.fp32, "keep_dtype": entry.keep_dtype}
+        rules = {
+            "fp32": entry.fp32,
+            "keep_dtype": entry.keep_dtype,
+            "layout": StoredLayout(transposed=True) if entry.transposed else None,
+        }
         self._add(
             TensorSlice(hf_name, _zeros(hf_shape), mcore_name, _zeros(shape), shape),
             hf_shape,
             shape,
-            **dtype_rules,
+            **rules,
         )
         if entry.biased in self._features:
             bias = (_bias(hf_name), (0,), _bias(mcore_name), (0,), shape[:1])
@@ -371,7 +394,11 @@ class _Mapping:
         hf_name = self._hf_name(entry.hf_name, words)
         runs = [(name.format(**words), self._sizes[letter]) for name, letter in entry.mcore_names]
         groups = self._sizes[entry.groups]
-        self._add_runs(hf_name, runs, groups, self._shape(entry.inner), stacked=entry.stacked)
+        inner, layout = self._shape(entry.inner), None
+        if entry.transposed or entry.interleaved:
+            num_interleaved = len(runs) if entry.interleaved else 1
+            layout = StoredLayout(entry.transposed, num_interleaved, -1 - len(inner))
+        self._add_runs(hf_name, runs, groups, inner, stacked=entry.stacked, layout=layout)
         if entry.biased in self._features:
             biases = [(_bias(name), rows) for name, rows in runs]
             self._add_runs(_bias(hf_name), biases, groups, (), stacked=False)
@@ -384,6 +411,7 @@ class _Mapping:
         inner: tuple[int, ...],
         *,
         stacked: bool,
+        layout: StoredLayout | None = None,
     ) -> None:
         num_rows = sum(rows for _, rows in runs)
 
@@ -401,7 +429,7 @@ class _Mapping:
                 tensor_slice = TensorSlice(
                     hf_name, hf_offsets, mcore_name, offsets(group, rows, 0), (rows, *inner)
                 )
-                self._add(tensor_slice, shape(num_rows), shape(rows))
+                self._add(tensor_slice, shape(num_rows), shape(rows), layout=layout)
                 row += rows
 
     def _add(
@@ -409,14 +437,17 @@ class _Mapping:
         tensor_slice: TensorSlice,
         hf_shape: tuple[int, ...],
         mcore_shape: tuple[int, ...],
-        **dtype_rules: bool,
+        *,
+        fp32: bool = False,
+        keep_dtype: bool = False,
+        layout: StoredLayout | None = None,
     ) -> None:
-        fp32, keep_dtype = dtype_rules.get("fp32", False), dtype_rules.get("keep_dtype", False)
         self.map.declare(
             (tensor_slice.hf_name, hf_shape),
             (tensor_slice.mcore_name, mcore_shape),
             fp32=fp32,
             keep_dtype=keep_dtype,
+            layout=layout,
         )
         self.map.add(tensor_slice)
 

@@ -222,6 +222,21 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 22,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
     "qwen2_mix": ("Qwen2", {**_MIX, "use_sliding_window": True, "sliding_window": 7}),
     "qwen3_mix": (
         "Qwen3",

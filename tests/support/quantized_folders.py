@@ -77,6 +77,28 @@ def mxfp4_folders(path: Path) -> tuple[Path, Path]:
     return write_folder_pair(folder, path / "fp32", stored, values, MXFP4)
 
 
+def gpt_oss_folders(path: Path) -> tuple[Path, Path]:
+    """Write gpt-oss with experts in random MXFP4, and its values by transformers in fp32."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    folder = save_folder(make_model("gpt_oss", hidden_size=64, intermediate_size=96), path / "oss")
+    (file,) = folder.glob("*.safetensors")
+    stored, values = {}, {}
+    for number, (name, weight) in enumerate(sorted(load_file(file).items())):
+        stored[name] = values[name] = weight
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        groups, random = (experts, outputs, inputs // 32), generator(number)
+        blocks = torch.randint(256, (*groups, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(121, 125, groups, generator=random, dtype=torch.uint8)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        values[name] = values[name].contiguous()
+        assert values[name].shape == weight.shape
+    return write_folder_pair(folder, path / "fp32", stored, values, MXFP4)
+
+
 def write_folder_pair(
     folder: Path,
     dequantized: Path,

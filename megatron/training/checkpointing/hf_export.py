@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.boxes import row_boxes
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, DTYPES, as_bytes
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
@@ -276,18 +277,64 @@ def _write_weights(
 
 
 def _write_file(path: Path, reader: CheckpointReader, shard: Sequence[_Planned]) -> None:
-    entries = [(p.tensor.name, DTYPE_NAMES[p.dtype], p.tensor.shape) for p in shard]
+    entries = [(p.tensor.name, DTYPE_NAMES[p.dtype], p.tensor.stored_shape) for p in shard]
     with open_to_write(path, "x") as file:
         file.write(encode_header(entries))
-        for group in _groups(shard):
-            reader.read(group)
-            for chunk in group:
-                file.write(as_bytes(chunk.tensor))
+        for has_layout, run in itertools.groupby(shard, key=lambda p: p.tensor.layout is not None):
+            if has_layout:
+                for p in run:
+                    for stored in _stored_blocks(reader, p):
+                        file.write(as_bytes(stored))
+                continue
+            for group in _groups(run):
+                reader.read(group)
+                for chunk in group:
+                    file.write(as_bytes(chunk.tensor))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
+def _stored_blocks(reader: CheckpointReader, planned: _Planned) -> Iterator[torch.Tensor]:
+    """Yield a tensor in the order of its stored layout: whole, or one block for each index of the
+    first of three dimensions."""
+    tensor = planned.tensor
+    layout, stored_shape = tensor.layout, tensor.stored_shape
+    assert layout is not None
+    is_stacked = len(tensor.shape) + layout.rows_dim > 0
+    ranges = [(0, stored_shape[0])]
+    if is_stacked:
+        ranges = [(index, 1) for index in range(stored_shape[0])]
+    for start, size in ranges:
+        stored = torch.empty((size, *stored_shape[1:]), dtype=planned.dtype)
+        chunks, views = [], []
+        for tensor_slice in tensor.slices:
+            hf_box = tensor_slice.hf_box(tensor_slice.whole)
+            if is_stacked and hf_box.offsets[0] != start:
+                continue
+            box = tensor_slice.mcore_box(tensor_slice.whole)
+            chunks.append(_chunk_of(planned, tensor_slice.mcore_name, box))
+            stored_box = layout.stored_box(hf_box, tensor.shape).seen_from(
+                (start, *(0,) * (len(stored_shape) - 1))
+            )
+            views.append(layout.select(stored[stored_box.slices]))
+        reader.read(chunks)
+        for chunk, view in zip(chunks, views, strict=True):
+            view.copy_(chunk.tensor.view(view.shape))
+        yield stored
+
+
+def _chunk_of(planned: _Planned, name: str, box: Box) -> TensorChunk:
+    """Return the chunk of a box of one of our weights, to be read."""
+    return TensorChunk(
+        name=name,
+        shape=planned.mcore_shapes[name],
+        offsets=box.offsets,
+        tensor=torch.empty(box.sizes, dtype=planned.dtype),
+        replica_ranks=(0,),
+    )
+
+
+def _groups(shard: Iterable[_Planned]) -> Iterator[list[TensorChunk]]:
     """Yield groups of chunks in write order, about `GROUP_BYTES` each, to read together.
 
     Small tensors are read with their neighbours, as the checkpoint reads whole blocks.
@@ -298,14 +345,7 @@ def _groups(shard: Sequence[_Planned]) -> Iterator[list[TensorChunk]]:
         for tensor_slice in p.tensor.slices:
             for band in row_boxes(tensor_slice.sizes, p.dtype.itemsize):
                 box = tensor_slice.mcore_box(band)
-                chunk = TensorChunk(
-                    name=tensor_slice.mcore_name,
-                    shape=p.mcore_shapes[tensor_slice.mcore_name],
-                    offsets=box.offsets,
-                    tensor=torch.empty(box.sizes, dtype=p.dtype),
-                    replica_ranks=(0,),
-                )
-                group.append(chunk)
+                group.append(_chunk_of(p, tensor_slice.mcore_name, box))
                 filled += box.numel * p.dtype.itemsize
                 if filled >= GROUP_BYTES:
                     yield group

@@ -37,7 +37,7 @@ from megatron.core.untrusted_files import (
 from megatron.hf.config_json import HuggingFaceModel, read_folder
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors, open_folder
 from megatron.hf.read_weights import check_copies, check_tensors
-from megatron.hf.tensor_map import MappedTensor
+from megatron.hf.tensor_map import MappedTensor, TensorMap
 from megatron.training.checkpointing.state import FORMAT
 from megatron.training.config.model_table import model_options, options_problem
 
@@ -71,7 +71,7 @@ def import_folder(
         )
     with folder.open_tensors() as opened:
         mapped = check_tensors(folder, opened, model)
-        chunks = [_chunk(opened, tensor, dtype) for tensor in mapped.mcore_tensors.values()]
+        chunks = [_chunk(opened, mapped, tensor, dtype) for tensor in mapped.mcore_tensors.values()]
         check_copies(folder, opened, mapped, chunks=chunks)
         carried = {name: folder.file(name) for name in (CONFIG, *CARRIED)}
         tokenizer = _tokenizer(folder, root / CARRIED_FOLDER, model.config.vocab_size)
@@ -115,7 +115,9 @@ def _gguf_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
     return files
 
 
-def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
+def _chunk(
+    opened: OpenTensors, mapped: TensorMap, tensor: MappedTensor, dtype: torch.dtype | None
+) -> TensorChunk:
     """Return the chunk of a tensor that is read when it is written."""
     stored_dtypes = {
         DTYPES[opened.find(tensor_slice.hf_name).dtype] for tensor_slice in tensor.slices
@@ -130,7 +132,7 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
         offsets=(0,) * len(tensor.shape),
         tensor=torch.empty(tensor.shape, dtype=target_dtype, device="meta"),
         replica_ranks=(0,),
-        byte_stream=partial(_row_blocks, opened, tensor, target_dtype),
+        byte_stream=partial(_row_blocks, opened, mapped, tensor, target_dtype),
     )
 
 
@@ -140,14 +142,14 @@ def _keeps_dtype(tensor: MappedTensor) -> bool:
 
 
 def _row_blocks(
-    opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype
+    opened: OpenTensors, mapped: TensorMap, tensor: MappedTensor, dtype: torch.dtype
 ) -> Iterator[memoryview]:
     """Yield a tensor's bytes in blocks of rows of at most `ROW_BOX_BYTES`."""
     for tensor_slice in tensor.slices:
         for band in row_boxes(tensor_slice.sizes, dtype.itemsize):
             box = tensor_slice.hf_box(band)
             block = torch.empty(box.sizes, dtype=dtype)
-            opened.read_box(tensor_slice.hf_name, box, block)
+            opened.read_mapped(mapped.hf_tensors[tensor_slice.hf_name], box, block)
             yield as_bytes(block)
 
 

@@ -30,7 +30,14 @@ from tests.support.hf_converter import (
 )
 from tests.support.hf_folders import VOCABULARY, change_json, load_folder
 from tests.support.inputs import generator, one_thread
-from tests.support.quantized_folders import BLOCK, FP8, MXFP4, fp8_folders, mxfp4_folders
+from tests.support.quantized_folders import (
+    BLOCK,
+    FP8,
+    MXFP4,
+    fp8_folders,
+    gpt_oss_folders,
+    mxfp4_folders,
+)
 from tests.support.ranks import run_ranks
 
 TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
@@ -65,7 +72,13 @@ def needed_bytes(path: Path, model: HuggingFaceModel, chunks: Sequence[TensorChu
     for chunk in chunks:
         for tensor_slice in mapped.mcore_tensors[chunk.name].slices:
             if (common := tensor_slice.common(chunk.box)) is not None:
-                total += stored_bytes(infos, tensor_slice.hf_name, tensor_slice.hf_box(common))
+                hf_tensor = mapped.hf_tensors[tensor_slice.hf_name]
+                box, layout = tensor_slice.hf_box(common), hf_tensor.layout
+                if layout is not None:
+                    is_packed = f"{hf_tensor.name}_blocks" in infos
+                    layout = layout._replace(transposed=layout.transposed and not is_packed)
+                    box = layout.stored_box(box, hf_tensor.shape)
+                total += stored_bytes(infos, hf_tensor.name, box)
     return total
 
 
@@ -81,7 +94,9 @@ def read_slices(rank: int, world: int, path: Path) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("make", [fp8_folders, mxfp4_folders], ids=["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "make", [fp8_folders, mxfp4_folders, gpt_oss_folders], ids=["fp8", "mxfp4", "gpt_oss"]
+)
 def test_ranks_read_only_their_blocks_and_match_transformers(
     make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -105,8 +120,9 @@ def test_ranks_read_only_their_blocks_and_match_transformers(
     [
         (fp8_folders, "FP8 matrices with a scale for each block of 7 x 5"),
         (mxfp4_folders, "MXFP4 tensors with a scale for each 32 elements"),
+        (gpt_oss_folders, "MXFP4 tensors with a scale for each 32 elements"),
     ],
-    ids=["fp8", "mxfp4"],
+    ids=["fp8", "mxfp4", "gpt_oss"],
 )
 def test_export_writes_bf16_and_drops_quantization_config(make, words, tmp_path) -> None:
     folder, values = make(tmp_path)

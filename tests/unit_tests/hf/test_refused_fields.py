@@ -65,6 +65,9 @@ OLMO3 {"layer_types": ["sliding_attention", "sliding_attention"]} {"rope_paramet
 EXAONE4 {"layer_types": ["full_attention", "full_attention"]} {"sliding_window_pattern": 0}
     {"sliding_window_pattern": "LLLG"}
 MINIMAX_M2 {"rotary_dim": 9} {"rotary_dim": "4"} {"num_experts": 5}
+GPT_OSS {"sliding_window": 0} {"layer_types": ["full_attention"]} {"swiglu_alpha": 1.0}
+    {"swiglu_limit": 0} {"swiglu_limit": "7"} {"num_local_experts": null} {"attention_bias": 1}
+    {"hidden_act": "gelu"} {"num_experts": 3}
 SMOLLM3 {"no_rope_layers": [1]} {"no_rope_layers": [1, 2]} {"no_rope_layers": [0, 0]}
     {"no_rope_layer_interval": 0} {"no_rope_layer_interval": 1} {"no_rope_layers": [1, 0],
     "use_sliding_window": true, "sliding_window": 0} {"sliding_window": 9, "layer_types":
@@ -115,7 +118,7 @@ LLAMA {"rope_parameters": {"rope_type": "longrope"}} -> rope_parameters.rope_typ
 LLAMA {"rope_parameters": {"rope_type": "linear"}} -> rope_parameters.factor is absent
 LLAMA {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}} -> low_freq_factor is absent
 LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
-    16, "truncate": false}} -> rope_parameters.truncate is False
+    16, "truncate": 0}} -> rope_parameters.truncate is 0
 LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
     16, "beta_slow": 99.0}} -> beta_slow=99.0 must not be above
 LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings":

@@ -44,8 +44,8 @@ class Architecture:
         aliases: further names of fields in `rows`, and fields that do not affect the function.
         defaults: values of absent fields.
         has_ropes_of_types: whether `rope_parameters` has an object for each kind of attention.
-        other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
-            converting names back).
+        other_prefix: (prefix of the tables, prefix in files of another origin: written by
+            `save_pretrained` without converting names back, or GPT-2's on the hub).
         skipped_prefix: prefix of tensors that the model does not use.
         reference_fields: returns the fields to change in config.json so that `transformers`
             computes the published model.

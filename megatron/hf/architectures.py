@@ -64,6 +64,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             nemotron.BAMBA,
             glm.DOTS1,
             gpt.GPT_BIGCODE,
+            gpt.GPT2,
+            llama.MINISTRAL3,
             window_mixes.SMOLLM3,
             granite.GRANITE,
             granite.GRANITEMOE,

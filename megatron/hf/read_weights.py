@@ -26,7 +26,10 @@ MAX_MISSING = 1000
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 #: Buffers that old versions of transformers wrote; config.json determines them.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_DERIVED = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+)
 
 
 def check_tensors(

@@ -297,9 +297,18 @@ def rotary_fraction(default: float | None) -> Callable[[ModelFields, str], float
     return read
 
 
-def scaling_number(default: float | None = None) -> Callable[[ModelFields, str], float]:
-    """Return a reader of a number in the RoPE scaling."""
-    return lambda fields, name: fields.scaling.number(name.rpartition(".")[2], default)
+def scaling_number(
+    default: float | None = None, *, minimum: float | None = None
+) -> Callable[[ModelFields, str], float]:
+    """Return a reader of a number in the RoPE scaling: positive, or at least `minimum`."""
+
+    def read(fields: ModelFields, name: str) -> float:
+        name = name.rpartition(".")[2]
+        value = fields.scaling.raw.get(name)
+        is_minimum = minimum is not None and not isinstance(value, bool) and value == minimum
+        return minimum if is_minimum else fields.scaling.number(name, default)
+
+    return read
 
 
 def original_length(fields: ModelFields, name: str) -> int:

@@ -238,8 +238,8 @@ def _other_prefix(kind: Architecture, names: Iterable[str]) -> tuple[str, str] |
     """Return (hub prefix, prefix in these files) if the files use the other naming scheme."""
     if kind.other_prefix is None:
         return None
-    _, in_memory_prefix = kind.other_prefix
-    return kind.other_prefix if any(name.startswith(in_memory_prefix) for name in names) else None
+    is_used = [any(name.startswith(prefix) for name in names) for prefix in kind.other_prefix]
+    return kind.other_prefix if is_used == [False, True] else None
 
 
 def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry, ...]:

@@ -237,6 +237,19 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 40, "n_positions": 128},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **_WHOLE,
+            "head_dim": 12,
+            "sliding_window": 29,
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3},
+        },
+    ),
     "qwen2_mix": ("Qwen2", {**_MIX, "use_sliding_window": True, "sliding_window": 7}),
     "qwen3_mix": (
         "Qwen3",
@@ -346,6 +359,9 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+#: Classes with a language-model head that are not named `...ForCausalLM`.
+CLASS_NAMES: Mapping[str, str] = {"GPT2": "GPT2LMHeadModel"}
 
 #: Models with recurrent layers.
 RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_family_cases import FAMILY_CASES, RECURRENT_CASES, ZERO_CENTERED
+from tests.support.hf_family_cases import CLASS_NAMES, FAMILY_CASES, RECURRENT_CASES, ZERO_CENTERED
 
 VOCABULARY, LENGTH = 263, 128
 LLAMA3 = {
@@ -266,7 +266,7 @@ def make_model(case: str, **changes: Any) -> Any:
         config = {name: value for name, value in config.items() if name in supported}
     model_config = config_class(**config)
     model_config._attn_implementation = model_config._experts_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(model_config).eval()
+    model = getattr(transformers, CLASS_NAMES.get(kind, f"{kind}ForCausalLM"))(model_config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         buffers = dict(model.named_buffers())

@@ -63,6 +63,49 @@ MISTRAL = Architecture(
     check=check_layer_types(FULL, SLIDING),
     defaults=MappingProxyType({"num_key_value_heads": 8}),
 )
+#: Ministral 3, whose queries are scaled by position.
+MINISTRAL3 = Architecture(
+    model_type="ministral3",
+    class_name="Ministral3ForCausalLM",
+    blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: MLP},
+    ends=ENDS,
+    rows=(
+        *rows.LAYERS,
+        *rows.WHOLE_ROPE,
+        Row(
+            "rope_scaling.llama_4_scaling_beta",
+            "rope.query_scale_beta",
+            read.scaling_number(minimum=0.0),
+        ),
+        Row(
+            "rope_scaling.original_max_position_embeddings",
+            "rope.query_scale_length",
+            read.original_length,
+        ),
+        *rows.SELF_ATTENTION,
+        Row("sliding_window", "attention.window", read.optional_window),
+    ),
+    read_blocks=layers(uniform_layers(DENSE)),
+    check=check_layer_types(FULL),
+    defaults=MappingProxyType(
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        }
+    ),
+)
 SEED_OSS = Architecture(
     model_type="seed_oss",
     class_name="SeedOssForCausalLM",

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.config_json import read_model
-from tests.support.hf_family_cases import FAMILY_CASES
+from tests.support.hf_family_cases import CLASS_NAMES, FAMILY_CASES
 from tests.support.hf_folders import ALL_CASES, make_model
 
 #: For each family, the case with the most fields that matter.
@@ -70,6 +70,13 @@ _FLOOR = "transformers bounds steps by it, the model's own code only by time_ste
 IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     **{kind: {"max_window_layers": _TYPED} for kind in ("qwen2", "qwen3", "qwen2_moe", "dots1")},
     "exaone4": {"sliding_window_pattern": _TYPED},
+    "gpt2": dict.fromkeys(
+        (
+            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+            "summary_first_dropout",
+        ),
+        "of the class with two heads",
+    ),
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
     "glm4_moe": {"num_nextn_predict_layers": _MTP},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},
@@ -153,7 +160,8 @@ def ignored_fields(fields: Mapping[str, Any]) -> set[str]:
 
 def test_every_family_has_a_case():
     kinds = {ARCHITECTURES[k].class_name for k in ARCHITECTURES if k != "kimi_k2"}
-    assert {f"{ALL_CASES[case][0]}ForCausalLM" for case in FAMILIES} == kinds
+    names = {ALL_CASES[case][0] for case in FAMILIES}
+    assert {CLASS_NAMES.get(name, f"{name}ForCausalLM") for name in names} == kinds
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -158,6 +158,15 @@ def test_in_memory_names_and_skipped_mtp_tensors(case: str, tmp_path: Path) -> N
     assert_all_equal(after, before)
 
 
+def test_gpt2_files_of_the_hub_have_no_prefix_but_masks(tmp_path: Path) -> None:
+    folder = save_folder(make_model("gpt2"), tmp_path / "hub")
+    expected = checkpoint_weights(imported(folder, tmp_path / "a"))
+    hub = {name.removeprefix("transformer."): t for name, t in tensors(folder).items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8).tril() for layer in range(2)}
+    save_file({**hub, **masks}, folder / "model.safetensors")
+    assert_all_equal(checkpoint_weights(imported(folder, tmp_path / "b")), expected)
+
+
 def test_time_step_limit_is_used_not_transformers_time_step_min(
     tmp_path: Path,
 ) -> None:

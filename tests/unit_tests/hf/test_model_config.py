@@ -85,6 +85,7 @@ QWEN2_MOE = {
 }
 MINISTRAL = {**LLAMA, "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
 CWM = {**LLAMA, "model_type": "cwm", "architectures": ["CwmForCausalLM"], "bos_token_id": 0}
+MINISTRAL3 = {**LLAMA, "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]}
 GPT_OSS = {
     **LLAMA,
     "model_type": "gpt_oss",

@@ -24,6 +24,7 @@ DENSE = (
     "MINISTRAL",
     "CWM",
     "SMOLLM3",
+    "MINISTRAL3",
     "EXAONE4",
     "OLMO3",
     "MINIMAX_M2",
@@ -65,6 +66,7 @@ OLMO3 {"layer_types": ["sliding_attention", "sliding_attention"]} {"rope_paramet
 EXAONE4 {"layer_types": ["full_attention", "full_attention"]} {"sliding_window_pattern": 0}
     {"sliding_window_pattern": "LLLG"}
 MINIMAX_M2 {"rotary_dim": 9} {"rotary_dim": "4"} {"num_experts": 5}
+MINISTRAL3 {"sliding_window": 0} {"layer_types": ["sliding_attention", "full_attention"]}
 GPT_OSS {"sliding_window": 0} {"layer_types": ["full_attention"]} {"swiglu_alpha": 1.0}
     {"swiglu_limit": 0} {"swiglu_limit": "7"} {"num_local_experts": null} {"attention_bias": 1}
     {"hidden_act": "gelu"} {"num_experts": 3}
@@ -129,6 +131,9 @@ LLAMA {"rope_parameters": {"full_attention": {"rope_theta": 500.0}}} -> one obje
 OLMO3 {"num_hidden_layers": 4, "rope_parameters": {"sliding_attention": {"rope_type":
     "linear", "factor": 2.0}}} -> rope_parameters.sliding_attention.rope_type is 'linear'
 QWEN2 {"rope_parameters": {"rope_type": "dynamic"}} -> rope_type is 'dynamic'
+MINISTRAL3 {"rope_parameters": {"rope_type": "default"}} -> llama_4_scaling_beta is absent
+MINISTRAL3 {"rope_parameters": {"llama_4_scaling_beta": -1.0}} -> llama_4_scaling_beta is -1.0
+MINISTRAL3 {"rope_parameters": {"llama_4_scaling_beta": true}} -> llama_4_scaling_beta is True
 SMOLLM3 {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "use_sliding_window": true,
     "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     -> layer_types is .* more than two kinds

@@ -113,6 +113,12 @@ _FOREIGN = re.compile(r"expert|_multiplier$|_scale$|softcap|^n_shared|^moe_|_lor
 
 def _kind(fields: Fields) -> Architecture:
     model_type = fields.raw.get("model_type")
+    if isinstance(fields.raw.get("text_config"), dict):
+        fields.refuse(
+            "model_type",
+            "only the language model of a multimodal folder is supported: import it with "
+            "python -m megatron.hf.convert import --text-only",
+        )
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         fields.refuse("model_type", f"supported are {', '.join(ARCHITECTURES)}")
     kind = ARCHITECTURES[model_type]

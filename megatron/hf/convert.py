@@ -158,6 +158,15 @@ class ImportConfig:
     """Follow symbolic links that leave the folder."""
     ignore_auto_map: bool = False
     """Import a model with auto_map; its custom code is never run."""
+    text_only: bool = False
+    """Import the language model of a multimodal folder, and leave out what processes images."""
+
+    def __post_init__(self) -> None:
+        if self.text_only and self.verify:
+            raise ValueError(
+                "--verify compares whole folders, and --text-only imports a part of one: leave out "
+                "--verify, and use it when you export"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +205,7 @@ def import_model(config: ImportConfig) -> None:
     from megatron.hf.config_json import DTYPES, read_folder
     from megatron.hf.folder import open_folder
     from megatron.hf.read_weights import reading_lines
+    from megatron.hf.text_only import text_only_folder
     from megatron.training.checkpointing.hf_import import import_folder
 
     try:
@@ -204,6 +214,8 @@ def import_model(config: ImportConfig) -> None:
             follow_links=config.follow_links,
             ignore_auto_map=config.ignore_auto_map,
         )
+        if config.text_only:
+            folder = text_only_folder(folder)
         model = read_folder(folder)
     except ValueError as error:
         raise ValueError(f"--hf: {error}") from None

@@ -61,6 +61,9 @@ class HuggingFaceFolder:
         follow_links: whether links that leave the folder are followed.
         is_gguf: whether the path is a GGUF file.
         has_gguf_tokenizer: whether the GGUF file contains a supported tokenizer.
+        stored_names: the name of each tensor in its file if `files` has other names; None if not.
+        num_left_out: number of tensors in the files that are not part of `files`, such as tensors of
+            the vision tower of a multimodal model.
     """
 
     path: Path
@@ -69,6 +72,8 @@ class HuggingFaceFolder:
     follow_links: bool = False
     is_gguf: bool = False
     has_gguf_tokenizer: bool = False
+    stored_names: Mapping[str, str] | None = None
+    num_left_out: int = 0
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file in the folder, None if absent or for a GGUF file. Raises
@@ -108,14 +113,44 @@ class HuggingFaceFolder:
                     SafetensorsFile(path, follow_links=self.follow_links)
                 )
             for tensor, name in self.files.items():
-                if tensor not in opened[name].tensors:
+                stored = tensor if self.stored_names is None else self.stored_names[tensor]
+                if stored not in opened[name].tensors:
                     raise ValueError(
-                        f"{self.path / name} lacks {tensor}, which the index assigns to it"
+                        f"{self.path / name} lacks {stored}, which the index assigns to it"
                     )
+            files: Mapping[str, TensorFile] = opened
+            if self.stored_names is not None:
+                files = {n: RenamedTensors(file, self.stored_names) for n, file in opened.items()}
             yield OpenTensors(
-                {t: opened[name] for t, name in self.files.items()},
+                {t: files[name] for t, name in self.files.items()},
                 quantization=quantization_of(self.config, where=str(self.path / CONFIG)),
             )
+
+
+class RenamedTensors:
+    """An open file whose tensors have other names.
+
+    Args:
+        file: the file.
+        stored_names: the name in its file of each tensor of all files.
+    """
+
+    def __init__(self, file: TensorFile, stored_names: Mapping[str, str]) -> None:
+        self._file, self._stored_names, self.path = file, stored_names, file.path
+        self.tensors = {
+            name: file.tensors[stored]
+            for name, stored in stored_names.items()
+            if stored in file.tensors
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, header included."""
+        return self._file.bytes_read
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """See `TensorFile`."""
+        self._file.read_box(self._stored_names[name], box, target)
 
 
 class OpenTensors:

@@ -126,6 +126,11 @@ def reading_lines(folder: HuggingFaceFolder, model: HuggingFaceModel) -> list[st
             f"skipped {count} tensors under {model.kind.skipped_prefix}: MTP layers, which "
             f"{model.kind.class_name} does not have"
         )
+    if folder.num_left_out:
+        lines.append(
+            f"left out {folder.num_left_out} tensors that process images: the model is "
+            f"{model.kind.class_name}"
+        )
     quantization = quantization_of(folder.config, where=CONFIG)
     if quantization is not None:
         lines.append(quantization.line(folder.files))

@@ -86,7 +86,7 @@ def import_folder(
         )
         try:
             _copy_files(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
-            for name, content in _gguf_files(folder).items():
+            for name, content in _derived_files(folder).items():
                 replace_file(root / CARRIED_FOLDER / name, content, sync=True)
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
@@ -102,13 +102,13 @@ def _copy_files(files: Mapping[str, Path | None], target: Path, *, follow_links:
             replace_file(target / name, content, sync=True)
 
 
-def _gguf_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder that stand for the metadata of a GGUF file; none
-    for any other folder."""
-    if not folder.is_gguf:
+def _derived_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
+    """Return the files of a Hugging Face folder that stand for the metadata of a GGUF file, or the
+    config.json of the language model of a multimodal folder; none for any other folder."""
+    if not folder.is_gguf and folder.stored_names is None:
         return {}
     files = {CONFIG: json.dumps(dict(folder.config), indent=1).encode()}
-    if folder.tokenizer is not None:
+    if folder.is_gguf and folder.tokenizer is not None:
         fields = json.dumps(gguf_chat_fields(folder.path), indent=1)
         files["tokenizer_config.json"] = fields.encode()
         files["tokenizer.json"] = gguf_tokenizer_json(folder.path)

@@ -236,7 +236,7 @@ def function_of(config: GPTConfig) -> GPTConfig:
     """Return a canonical config of a model's function at inference: without dropout,
     initialization and load balancing."""
     kinds = set(config.blocks + config.mtp_blocks)
-    blocks = {"pattern": "", "ffn_pattern": "", **blocks_fields(config.blocks)}
+    blocks = {"pattern": "", "ffn_pattern": "", **blocks_fields(config.block_pattern)}
     return dataclasses.replace(
         config,
         **blocks,
@@ -278,8 +278,9 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
             norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
         )
     if attention.second is not None:
+        pattern = pattern_of(config.block_pattern)
         second = dataclasses.replace(
-            attention.second, pattern=pattern_of(config.blocks), rope=_rope_of(config.window_rope)
+            attention.second, pattern=pattern, rope=_rope_of(config.window_rope)
         )
         attention = dataclasses.replace(attention, second=second)
     return dataclasses.replace(attention, softmax_scale=attention.scale)

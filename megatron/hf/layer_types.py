@@ -14,6 +14,7 @@ from megatron.core.models.layer_pattern import (
     DENSE,
     EXPERTS,
     ffn_of,
+    symbols_of,
 )
 from megatron.hf.fields import Fields
 
@@ -46,7 +47,7 @@ def blocks_fields(blocks: str) -> dict[str, Any]:
     ffn = ffn_of(blocks)
     if ffn is not None:
         return {"num_layers": len(ffn), "ffn_pattern": ffn}
-    return {"num_layers": len(blocks), "pattern": blocks}
+    return {"num_layers": len(symbols_of(blocks)), "pattern": blocks}
 
 
 def uniform_layers(symbol: str) -> LayerReader:

@@ -319,7 +319,7 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         direct = attention.q_lora_rank is None
         return frozenset({"direct_query" if direct else "low_rank_query"})
     features = {
-        "norm_bias": config.norm.kind == "LayerNorm",
+        "norm_bias": config.norm.has_bias,
         "shared_expert": config.moe is not None and config.moe.shared_ffn_hidden_size is not None,
         "query_key_norms": attention is not None and attention.qk_norm,
         "attention_bias": attention is not None and attention.qkv_bias,

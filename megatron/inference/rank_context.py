@@ -219,7 +219,8 @@ def stage_split(config: GPTConfig, source: ModelSource) -> StageSplit:
     """
     stages, layout = source.pipeline_model_parallel_size, source.pipeline_model_parallel_layout
     if layout is None:
-        return StageSplit.balanced(config.blocks, stages, blocks_of_layer=config.layer_blocks)
+        blocks = config.block_pattern
+        return StageSplit.balanced(blocks, stages, blocks_of_layer=config.layer_blocks)
     if config.pattern:
         raise ValueError(
             f"--pipeline-model-parallel-layout {layout} applies to GPT models, but the model "

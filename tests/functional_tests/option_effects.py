@@ -118,6 +118,7 @@ plan YARN: yarn-rotary-scaling-factor 4 -> 8; yarn-original-max-position-embeddi
 plan: rotary-query-scale-beta 0 -> 0.1
 plan --rotary-query-scale-beta 0.1: rotary-query-scale-length 8192 -> 4
 plan --qk-layernorm without GROUPED: multi-latent-attention
+plan --normalization LayerNorm: layernorm-bias
 plan LATENT without GROUPED: latent-norm-epsilon none -> 1e-3; q-lora-rank none -> 20;
     kv-lora-rank 32 -> 20; qk-head-dim 128 -> 20;
     qk-pos-emb-head-dim 64 -> 20; v-head-dim 128 -> 20

@@ -174,7 +174,7 @@ def _window_attention(row: Row) -> WindowAttentionConfig | None:
     not."""
     if row["second_attention"] is None:
         return None
-    pattern = "" if row["mixer"] else pattern_of(row, LAYERS)[::2]
+    pattern = "" if row["mixer"] or row["parallel"] else pattern_of(row, LAYERS)[::2]
     shared = {"sinks": not row["sinks"], "pattern": pattern}
     if row["second_attention"] == "no positions":
         return WindowAttentionConfig(window=row["window"], rotary=False, **shared)

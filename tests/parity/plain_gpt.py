@@ -36,6 +36,7 @@ class PlainGPT:
         embedding_multiplier, residual_multiplier, logit_scale: factors on embeddings, outputs of
             blocks and logits.
         softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
+        parallel: attention and MLP of a layer have one norm, and their outputs are added together.
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
@@ -61,6 +62,7 @@ class PlainGPT:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     softmax_scale: float | None = None
+    parallel: bool = False
     recurrent: tuple[Mixer, ...] = ()
     second: tuple[int | None, float | None] | None = None
     yarn: tuple[float, int, float, float] | None = None
@@ -77,7 +79,13 @@ class PlainGPT:
             hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - starts]
         for block in range(2 * self.layers):
             name, layer = f"decoder.blocks.{block}", block // 2
-            if block % 2:
+            if self.parallel and block % 2:
+                continue
+            if self.parallel:
+                further = f"decoder.blocks.{block + 1}"
+                delta = self.attention(weights, name, hidden, ids)
+                delta = delta + self.mlp(weights, further, hidden, norm=name)
+            elif block % 2:
                 delta = self.mlp(weights, name, hidden)
             elif layer < len(self.recurrent):
                 x = self.input_norm(weights, name, hidden)
@@ -205,9 +213,12 @@ class PlainGPT:
         factors = 1 + beta * (1 + positions.div(length, rounding_mode="floor")).to(query).log()
         return query * factors.view(-1, 1, query.shape[-2], 1)
 
-    def mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of MLP block `name` for hidden [b, s, h]."""
-        x = self.input_norm(weights, name, hidden)
+    def mlp(
+        self, weights: Weights, name: str, hidden: torch.Tensor, *, norm: str | None = None
+    ) -> torch.Tensor:
+        """Return the output of MLP block `name` for hidden [b, s, h], with the norm of block
+        `norm`, by default its own."""
+        x = self.input_norm(weights, norm or name, hidden)
         up = self._linear(weights, f"{name}.mlp.up", x)
         if self.clamp is not None:
             gate = self._linear(weights, f"{name}.mlp.gate", x).clamp(max=self.clamp)

@@ -214,6 +214,9 @@ a short convolution forgets the tokens of the rank before [tp=1 cp=2 mixer=short
     ssm.short_conv ShortConv.run_recurrence: initial=halo => initial=None
 channels are convolved before they are gated [mixer=short_conv]
     ssm.short_conv _product: return gate * x => return x
+parallel mixers work one after the other [tp=1 dp=2 parallel]
+    models.decoder ParallelMixers.forward: mixer(hidden, layout, **context) for mixer in self.mixers
+    => hidden := mixer(hidden, layout, **context) for mixer in self.mixers
 heads are gated by their neighbour [attention_gate]
     transformer.attention SelfAttention._gated: out * self._sigmoid(gate)
     => out * self._sigmoid(gate.roll(1, -2))

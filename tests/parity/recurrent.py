@@ -82,6 +82,12 @@ def pattern_of(row: Row, layers: int) -> str:
     return "".join(mixer + kind for mixer, kind in zip(mixers, kinds, strict=True))
 
 
+def parallel_pattern(pattern: str) -> str:
+    """Return the pattern with the blocks of each layer in parentheses."""
+    pairs = zip(pattern[::2], pattern[1::2], strict=True)
+    return "".join(f"({mixer}{kind})" for mixer, kind in pairs)
+
+
 def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
     """Return the fields of a model's configuration that define its blocks.
 
@@ -89,6 +95,8 @@ def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
     then have the mixer and the experts.
     """
     pattern = pattern_of(row, layers)
+    if row["parallel"]:
+        return {"num_layers": len(pattern), "pattern": parallel_pattern(pattern)}
     if row["mixer"] is None:
         return {"num_layers": layers, "ffn_pattern": pattern[1::2]}
     return {"num_layers": len(pattern), "pattern": pattern, **_shapes(row)}

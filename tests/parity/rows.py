@@ -69,6 +69,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "predictions": (0, 1, 2),  # depth of multi-token prediction
     "attention_gate": (False, True),
     "mixer": (None, "delta", "mamba", "short_conv"),  # of the first layer and of MTP layers
+    "parallel": (False, True),  # attention and MLP or experts of each layer
     "linear_mode": ("headwise", "segments"),
     "mamba_groups": (8, 1, 2),
     "norm_groups": (None, 1, 8),
@@ -124,6 +125,13 @@ def _only_with(
 
 #: Only Mamba-2 has groups.
 MAMBA_ALONE = _only_with("mixer", lambda mixer: mixer == "mamba", MAMBA_OFF)
+
+#: Parallel blocks are attention and an MLP or experts, and not in MTP layers.
+PARALLEL = (
+    Constraint(("parallel", "mixer"), lambda parallel, mixer: not parallel or mixer is None),
+    Constraint(("parallel", "attention"), lambda p, attention: not p or attention == "grouped"),
+    Constraint(("parallel", "predictions"), lambda parallel, depths: not parallel or depths == 0),
+)
 
 #: Without rotation, a key bias shifts all scores of a query equally: without a sink its gradient is
 #: exactly zero, so there is nothing to compare.
@@ -233,6 +241,7 @@ _CONSTRAINTS = (
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
     *_only_with("mixer", lambda mixer: mixer in ("delta", "mamba"), RECURRENCE_OFF),
     *MAMBA_ALONE,
+    *PARALLEL,
     Constraint(("cp", "linear_mode"), lambda cp, mode: cp > 1 or mode == "headwise"),
     # Headwise splits a rank's heads again: four key heads allow at most four ranks.
     Constraint(
@@ -407,6 +416,7 @@ def label(row: Row) -> str:
             "attention_gate",
             "expert_bias",
             "multipliers",
+            "parallel",
         )
         if row[name]
     ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel import Action
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import MLP, LatentAttention, SelfAttention
 from megatron.training.step import PipelineForwardBackward
+from tests.parity.recurrent import parallel_pattern
 from tests.support.covering_array import Row
 
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
@@ -68,12 +70,14 @@ class StageBlocks:
 
 def stage_split(row: Row, pattern: str) -> StageSplit:
     """Return the split of the model's blocks into chunks of stages: some chunks are empty, and cuts
-    are within layers."""
-    blocks, stages = len(pattern), row["pp"] * CHUNKS[row["schedule"]]
+    are within layers, except between parallel blocks."""
+    symbols = list(pattern)
+    if row["parallel"]:
+        symbols = re.findall(r"\(.*?\)", parallel_pattern(pattern))
+    blocks, stages = len(symbols), row["pp"] * CHUNKS[row["schedule"]]
     ends = [(2 * i * blocks + stages) // (2 * stages) for i in range(1, stages)]
     if row["cut"] == "uneven":
         ends = [max(0, end - 1) for end in ends]
-    symbols = list(pattern)
     for end in reversed(ends):
         symbols.insert(end, "|")
     return StageSplit.from_pattern("".join(symbols), row["pp"])
@@ -102,13 +106,14 @@ def stage_blocks(row: Row, model: GPTModel, engine: DataParallel) -> StageBlocks
     """Return the blocks of this rank's stage."""
     depths = [] if model.multi_token is None else list(model.multi_token.layers)
     decoders = [*model.decoders, *(depth.decoder for depth in depths)]
-    mixers = [block.mixer for decoder in decoders for block in decoder.blocks]
+    mixers = [m for decoder in decoders for block in decoder.blocks for m in block.mixers]
     again = [
-        block.mixer
+        mixer
         for decoder in decoders
         for start, stop, is_again in decoder.runs
         if is_again
         for block in list(decoder.blocks)[start:stop]
+        for mixer in block.mixers
     ]
 
     def of(predicate: Callable[[Any], bool]) -> Blocks:

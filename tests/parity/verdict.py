@@ -98,8 +98,9 @@ def _assert_active(row: Row, initial: Mapping[str, torch.Tensor]) -> None:
     expected = {".norm.weight": ("pre", "both"), ".post_norm.weight": ("post", "both")}
     for suffix, placements in expected.items():
         count = sum(name.removesuffix(suffix) in blocks for name in initial)
-        if count != len(blocks) * (row["norm_placement"] in placements):
-            raise AssertionError(f"{count} weights {suffix} in {len(blocks)} blocks")
+        norms = len(blocks) // 2 if row["parallel"] else len(blocks)
+        if count != norms * (row["norm_placement"] in placements):
+            raise AssertionError(f"{count} weights {suffix}, expected for {norms} blocks")
     sizes = [len(w) for name, w in initial.items() if name.endswith("attention.query_norm.weight")]
     of_projection, channels = row["qk_norm"] == "projection", sizes_of(row)["channels"]
     if row["qk_norm"] and {size > channels for size in sizes} != {of_projection}:

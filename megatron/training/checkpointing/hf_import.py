@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES, as_bytes
-from megatron.core.models.layer_pattern import symbols_of
+from megatron.core.models.layer_pattern import without_stages
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,
     make_folder,
@@ -243,7 +243,7 @@ def folder_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
 def _same(name: str, user_value: Any, value: Any) -> bool:
     """Return whether an explicit option value is equivalent to the folder's."""
     if name == "hybrid-layer-pattern" and isinstance(user_value, str):
-        return symbols_of(user_value) == value  # stage boundaries are the run's choice
+        return without_stages(user_value) == value  # stage boundaries are the run's choice
     return list(user_value) == list(value) if isinstance(value, tuple) else user_value == value
 
 

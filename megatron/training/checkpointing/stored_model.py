@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.shard_format import (
     CheckpointError,
     DamagedCheckpointError,
 )
-from megatron.core.models.layer_pattern import symbols_of
+from megatron.core.models.layer_pattern import without_stages
 from megatron.training.config import Config
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def checkpoint_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     except CheckpointError as error:
         raise ValueError(f"--use-checkpoint-args: {error}") from error
     if (pattern := stored_values.get("hybrid-layer-pattern")) is not None:
-        stored_values["hybrid-layer-pattern"] = symbols_of(pattern)  # without stage boundaries
+        stored_values["hybrid-layer-pattern"] = without_stages(pattern)  # without stage boundaries
     return stored_values
 
 

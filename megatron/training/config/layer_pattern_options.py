@@ -26,6 +26,7 @@ from megatron.core.models.layer_pattern import (
     ffn_of,
     layer_blocks,
     layer_pattern_problems,
+    symbols_of,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def pattern_defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     blocks = Pattern.parse(text).blocks
     ffn = ffn_of(blocks)
-    return {"num-layers": max(1, len(blocks if ffn is None else ffn))}
+    return {"num-layers": max(1, len(symbols_of(blocks) if ffn is None else ffn))}
 
 
 def written(config: Config) -> Pattern | None:
@@ -58,7 +59,8 @@ def written(config: Config) -> Pattern | None:
 
 
 def is_hybrid(config: Config) -> bool:
-    """Return whether the blocks are not a GPT's pairs of attention and an MLP or experts."""
+    """Return whether the blocks are not a GPT's pairs of attention and an MLP or experts, one after
+    the other."""
     pattern = written(config)
     return pattern is not None and ffn_of(pattern.blocks) is None
 
@@ -96,7 +98,7 @@ def blocks(config: Config) -> str:
 
     pattern = written(config)
     if pattern is not None and is_hybrid(config):
-        return pattern.blocks
+        return symbols_of(pattern.blocks)
     return "".join(map(str.__add__, attention_kinds(config).symbols, expert_layers(config)))
 
 
@@ -141,10 +143,11 @@ def problems(config: Config) -> Iterator[str]:
     if WINDOW in kinds and ATTENTION not in kinds:
         yield f"{FLAG} {text} has 'W' without '*': write '*', to which --window-size applies too"
     if is_hybrid(config):
-        if model.num_layers != len(pattern.blocks):
+        num_blocks = len(symbols_of(pattern.blocks))
+        if model.num_layers != num_blocks:
             yield (
                 f"--num-layers {model.num_layers} and {FLAG} {text}, which has "
-                f"{len(pattern.blocks)} blocks, differ: drop --num-layers"
+                f"{num_blocks} blocks, differ: drop --num-layers"
             )
         yield from _hybrid_problems(config, pattern)
     mtp_num_layers, length = config.training.mtp_num_layers, config.training.seq_length

@@ -85,7 +85,8 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """Gates of MLPs and experts besides --swiglu, biases of experts, and factors on activations."""
+    """Gates of MLPs and experts besides --swiglu, biases of experts and norms, and factors on
+    activations."""
 
     quick_geglu: bool = False
     """Use a gated MLP, gate * sigmoid(1.702 gate) * up, instead of GELU."""
@@ -104,6 +105,8 @@ class ActivationOptions:
         bool, at("moe.bias", back=unless(False)), at("router.bias", back=unless(False))
     ] = False
     """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
+    layernorm_bias: Annotated[bool, at("norm.bias", back=unless(True))] = True
+    """Give every LayerNorm a bias."""
     embedding_multiplier: Annotated[float, at("multipliers.embedding", back=unless(1.0))] = 1.0
     """Multiply token embeddings by this factor, as Granite and Gemma do."""
     round_embedding_multiplier: Annotated[
@@ -236,8 +239,9 @@ class HybridConfig:
 
     hybrid_layer_pattern: str | None = None
     """One symbol per block: * attention, + latent attention, G gated delta net, M Mamba-2, C gated
-    short convolution, - MLP, E experts; | separates pipeline stages; each / starts the blocks of a
-    multi-token prediction depth. A GPT has *- or *E for each layer; any other pattern is for
+    short convolution, - MLP, E experts; ( ) enclose parallel blocks, which have one norm and whose
+    outputs are summed; | separates pipeline stages; each / starts the blocks of a multi-token
+    prediction depth. A GPT has *- or *E for each layer; any other pattern is for
     pretrain_hybrid."""
     linear_num_key_heads: Annotated[int, at("delta_net.num_key_heads")] = 16
     """Number of query and key heads of a gated delta net."""

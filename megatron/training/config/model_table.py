@@ -186,7 +186,7 @@ def _has_own_depths(config: GPTConfig) -> bool:
 def _pattern_text(pattern: str, config: GPTConfig) -> Any:
     if not (pattern or _has_own_depths(config)):
         return OMITTED
-    return config.blocks + (MTP_SEPARATOR + config.mtp_blocks) * config.mtp_num_layers
+    return config.block_pattern + (MTP_SEPARATOR + config.mtp_blocks) * config.mtp_num_layers
 
 
 def _depths(count: int, config: GPTConfig) -> Any:

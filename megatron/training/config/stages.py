@@ -160,6 +160,13 @@ def _layers(config: Config) -> Iterator[str]:
             layer_problems = [
                 f"a stage has {shared // max(1, ranks)} {noun}: use a divisor of that"
             ]
+    pattern = layer_pattern_options.written(config)
+    if not layer_problems and pattern is not None:
+        layer_problems = [
+            f"the parallel blocks {group} of {FLAG} {pattern.main} are in several stages: write "
+            "'|' where stages end"
+            for group in stage_split(config).divided_groups(pattern.blocks)[:1]
+        ]
     yield from (f"{flag}: {problem}" for problem in layer_problems)
 
 
@@ -170,7 +177,10 @@ def _recompute(config: Config) -> Iterator[str]:
     written = layer_pattern_options.written(config)
     pattern = (ATTENTION + DENSE) * layers if written is None else written.blocks
     ranges = stage_split(config).ranges
-    max_layers = max(len(layer_blocks(pattern[begin:end])) for begin, end in ranges)
+    spans = layer_blocks(pattern)
+    max_layers = max(
+        sum(start < end and stop > begin for start, stop in spans) for begin, end in ranges
+    )
     if full and count is not None and max_layers < count <= layers:
         yield (
             f"--recompute-num-layers {count} is above the {max_layers} layers of the largest "

@@ -102,6 +102,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
         yield quantized, start, delayed, "--fp8-format and --fp8-recipe delayed"
     scaled = config.activations.embedding_multiplier != 1.0
     yield config.activations, "round_embedding_", scaled, "--embedding-multiplier"
+    layer_norm = config.model.normalization == "LayerNorm"
+    yield config.activations, "layernorm_bias", layer_norm, "--normalization LayerNorm"
     is_16_bit = config.training.bf16 or config.training.fp16
     yield config.execution, "cpu_matmul_", is_16_bit, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None

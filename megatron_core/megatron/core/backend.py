@@ -19,6 +19,7 @@ from torch import nn
 from megatron.core.context_parallel.layout import AUTO, ContextParallel, SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.attention import attention
+from megatron.core.ops.backend_choice import StoredWeight
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.matmul.batch_invariant import with_padded_rows
 from megatron.core.ops.recurrence import recur
@@ -60,7 +61,12 @@ def _local_rms_norm(**settings: float | bool) -> NormFunction:
 
 
 def _local_layer_norm(**settings: float | bool) -> NormFunction:
-    return partial(call_with_stored, partial(layer_norm, **settings))
+    def normalise_rows(
+        x: torch.Tensor, weight: StoredWeight, *biases: StoredWeight, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return layer_norm(x, weight, *(biases or (None,)), **settings, **options)
+
+    return partial(call_with_stored, normalise_rows)
 
 
 def _local_grouped_linear(handle: WeightHandle, num_runs: int, store: WeightStore) -> GroupedLinear:

@@ -31,7 +31,7 @@ from tests.support.optimized_steps import note_optimized_steps
 
 CONFIG = GPTConfig(
     num_layers=8,
-    pattern="GEM-*EM-",
+    pattern="GEM-(*E)M-",
     hidden_size=20,
     vocab_size=259,
     attention=AttentionConfig(

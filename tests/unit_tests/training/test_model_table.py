@@ -25,6 +25,7 @@ from megatron.core.models.layer_pattern import (
     SHORT_CONV,
     WINDOW,
     ffn_of,
+    symbols_of,
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
@@ -166,9 +167,8 @@ def activations(draw: st.DrawFn, *, has_ffn: bool) -> dict[str, Any]:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that flags can describe, with any blocks and block options."""
-    latent, may_have_experts = draw(st.booleans()), draw(st.booleans())
+def patterns(draw: st.DrawFn, *, latent: bool, may_have_experts: bool) -> tuple[str, str, int]:
+    """Draw the pattern of a model and of its MTP layers, and the number of MTP layers."""
     attention = LATENT if latent else ATTENTION
     mixers = st.sampled_from([attention] if latent else [attention, WINDOW])
     ffn_blocks = st.sampled_from([DENSE, EXPERTS] if may_have_experts else [DENSE])
@@ -179,6 +179,17 @@ def models(draw: st.DrawFn) -> GPTConfig:
     depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
     if WINDOW not in blocks or ATTENTION not in blocks:  # one kind of attention is `*`
         blocks, depth = blocks.replace(WINDOW, ATTENTION), depth.replace(WINDOW, ATTENTION)
+    if not depths and len(blocks) > 1 and draw(st.booleans()):  # parallel blocks
+        blocks = f"({blocks[:2]}){blocks[2:]}"
+    return blocks, depth, depths
+
+
+@st.composite
+def models(draw: st.DrawFn) -> GPTConfig:
+    """Draw a model that flags can describe, with any blocks and block options."""
+    latent, may_have_experts = draw(st.booleans()), draw(st.booleans())
+    attention = LATENT if latent else ATTENTION
+    blocks, depth, depths = draw(patterns(latent=latent, may_have_experts=may_have_experts))
     ffn = ffn_of(blocks)
     if ffn is not None and depth == blocks[-2:]:
         depth = ""  # the default pattern of MTP layers
@@ -194,7 +205,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         in_pattern = ffn is None or bool(depth)
         shape = draw(two_kinds(shape, rope=rope, pattern=pattern, in_pattern=in_pattern))
     return GPTConfig(
-        num_layers=len(blocks if ffn is None else ffn),
+        num_layers=len(symbols_of(blocks) if ffn is None else ffn),
         hidden_size=96,
         vocab_size=draw(st.integers(1, 999_999)),
         attention=shape,
@@ -227,8 +238,10 @@ def models(draw: st.DrawFn) -> GPTConfig:
 @st.composite
 def norms(draw: st.DrawFn, *, of_projection: bool) -> NormConfig:
     """Draw norms; whole query and key projections have RMSNorm."""
+    kind = "RMSNorm" if of_projection else draw(st.sampled_from(["RMSNorm", "LayerNorm"]))
     return NormConfig(
-        kind="RMSNorm" if of_projection else draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+        kind=kind,
+        bias=kind == "RMSNorm" or draw(st.booleans()),
         epsilon=draw(st.floats(1e-9, 1e-2)),
         zero_centered=draw(st.booleans()),
         placement=draw(st.sampled_from(["pre", "post", "both"])),

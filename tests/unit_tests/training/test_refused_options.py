@@ -444,6 +444,8 @@ REFUSED_HYBRIDS = r"""
     linear-num-key-heads 2 tensor-model-parallel-size 4
 4 PATTERN G- DELTA CP 2 --linear-cp-mode headwise TP 2 -> linear-cp-mode 2
 2 PATTERN G-M DELTA MAMBA PP 2 -> PP 2 3 2
+3 PATTERN (GM)- DELTA MAMBA PP 3 -> PP 3 PATTERN (GM)-
+1 PATTERN (G-)/(G-) DELTA -> PATTERN (G-)/(G-)
 2 PATTERN G-|M- DELTA MAMBA PP 2 FIRST 1 -> FIRST 1 PATTERN G-|M-
 2 PATTERN G-M- DELTA MAMBA PP 2 LAYOUT Ett|ttL -> LAYOUT PATTERN
 1 LAYERS 2 HEADS 6 -> PATTERN

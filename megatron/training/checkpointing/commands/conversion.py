@@ -118,6 +118,11 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
             f"models with --norm-placement {config.norm.placement} are not read from torch_dist "
             "folders: convert models with norms before each block"
         )
+    if not config.norm.bias:
+        raise ValueError(
+            "models with --no-layernorm-bias are not read from torch_dist folders: convert models "
+            "whose norms have all their weights"
+        )
     upstream = _Map(tensors, config, attention)
     upstream.add_ends()
     for layer in range(config.num_layers):
@@ -299,7 +304,7 @@ class _Map:
         self.map.add(tensor_slice)
 
     def _norm_kinds(self) -> Iterator[str]:
-        yield from self._kinds(self._config.norm.kind == "LayerNorm")
+        yield from self._kinds(self._config.norm.has_bias)
 
     def _kinds(self, biased: bool) -> Iterator[str]:
         yield from ("weight", "bias") if biased else ("weight",)

@@ -352,7 +352,10 @@ class TEColumnParallelLinear(ColumnParallelLinear):
         self._layer = self._build_layer(te.Linear)
 
     def take_norm(self, norm: Any) -> bool:
-        """Also compute `norm`, a `transformer.Norm`, of the input, by `te.LayerNormLinear`."""
+        """Also compute `norm`, a `transformer.Norm`, of the input, by `te.LayerNormLinear`; not a
+        LayerNorm without bias, which TE does not have."""
+        if norm.config.kind == "LayerNorm" and norm.bias is None:
+            return False
         kind = partial(
             te.LayerNormLinear,
             eps=norm.config.epsilon,
@@ -813,7 +816,7 @@ class TENorm:
         """Return norm(x), or (norm(x + residual), x + residual), from x [..., h].
 
         Args:
-            handles: of the weight [h], and of LayerNorm's bias [h].
+            handles: of the weight [h], and of LayerNorm's bias [h], which is zero without one.
         """
         stream = x if residual is None else x + residual
         if self._module is None:
@@ -823,5 +826,7 @@ class TENorm:
             # TE computes in the weight's dtype, and reads the weight again in backward. The
             # gradient of an fp32 copy arrives unrounded.
             self._module._parameters[name] = handle.use(torch.float32).to(x.dtype)
+        if len(handles) == 1 and self._module._parameters.get("bias") is not None:
+            self._module._parameters["bias"] = x.new_zeros(x.shape[-1])
         normed = self._module(stream)
         return normed if residual is None else (normed, stream)

@@ -3,13 +3,15 @@
 
 Each block computes delta = multiplier · post_norm(mixer(norm(stream))), stream += delta, with one
 of the norms or both (`NormConfig.placement`). The addition is fused into the norm of the next
-block, so each block reads and writes the stream only once.
+block, so each block reads and writes the stream only once. Parallel blocks of a pattern, such as
+`(*-)`, have one norm of the input, and their delta is of the sum of their mixers' outputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from megatron.core.backend import Mixer
+from megatron.core.comm.collectives import all_reduce
 from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.layer_pattern import (
@@ -31,8 +34,10 @@ from megatron.core.models.layer_pattern import (
     SHORT_CONV,
     WINDOW,
     layer_blocks,
+    parallel_groups,
     symbol_problems,
     symbols_of,
+    without_stages,
 )
 from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
@@ -40,7 +45,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from megatron.core.ssm.short_conv import ShortConv
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, TensorParallelRegion
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
@@ -137,6 +142,50 @@ def missing_shapes(
     return problems
 
 
+class ParallelMixers(Mixer):
+    """Several mixers of one input, whose outputs are summed.
+
+    Args:
+        mixers: the mixers.
+        region: the tensor-parallel region of the block.
+    """
+
+    def __init__(self, mixers: Sequence[Mixer], region: TensorParallelRegion) -> None:
+        super().__init__()
+        self.mixers, self.region = nn.ModuleList(mixers), region
+
+    def forward(
+        self, hidden: torch.Tensor, layout: SequenceLayout, **context: object
+    ) -> torch.Tensor:
+        """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        return sum_of([mixer(hidden, layout, **context) for mixer in self.mixers])
+
+    def decode(
+        self, x: torch.Tensor, layout: SequenceLayout, **context: object
+    ) -> tuple[torch.Tensor, None]:
+        """See `Mixer.decode`. Without sequence parallelism the products of row-parallel layers are
+        summed before they are reduced over tp."""
+        if self.region.scatters:
+            return self(x.unsqueeze(1), layout, **context).squeeze(1), None
+        group, partial_sums, outputs = self.region.group, [], []
+        for mixer in self.mixers:
+            assert isinstance(mixer, Mixer)
+            out, linear = mixer.decode(x.clone(), layout, **context)  # it may overwrite its input
+            if linear is None:
+                outputs.append(out)
+            else:
+                bias = linear.bias if group.rank == 0 else None
+                partial_sums.append(linear.weight.linear(out, bias))
+        if partial_sums:
+            outputs.append(all_reduce(sum_of(partial_sums), group))
+        return sum_of(outputs), None
+
+
+def sum_of(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors of one shape."""
+    return functools.reduce(torch.add, terms)
+
+
 class HiddenDropout(nn.Module):
     """Dropout of [s, b, h] activations outside tensor-parallel blocks.
 
@@ -171,7 +220,7 @@ class HiddenDropout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """A mixer with its norms and dropout.
+    """A mixer, or several parallel ones, with norms and dropout.
 
     Args:
         multiplier: factor on the mixer's output.
@@ -201,6 +250,12 @@ class DecoderBlock(nn.Module):
         if first_product is not None and norm is not None:
             self._norm_in_mixer = first_product.take_norm(norm)
         self.handles, self.recomputes = tuple(handles), False
+
+    @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """The mixer, or the parallel mixers."""
+        mixer = self.mixer
+        return tuple(mixer.mixers) if isinstance(mixer, ParallelMixers) else (mixer,)
 
     def forward(
         self,
@@ -251,6 +306,7 @@ class Decoder(nn.Module):
         first_attention: cache index of the first attention layer, if decoders share a cache.
 
     Attributes:
+        blocks: the blocks; parallel blocks of the pattern are one.
         layers: range [start, end) in `blocks` of each layer. A layer is the unit of weight
             gathering. If the range splits a layer, its blocks inside the range form a layer.
         end_attention: cache index after the last attention layer.
@@ -268,27 +324,35 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        symbols = symbols_of(config.pattern)
+        symbols, groups = symbols_of(config.pattern), parallel_groups(config.pattern)
         start, stop = blocks or (0, len(symbols))
         if not 0 <= start <= stop <= len(symbols):
             raise ValueError(f"blocks [{start}, {stop}) of a pattern of {len(symbols)}")
+        if any(begin < cut < end for begin, end in groups for cut in (start, stop)):
+            raise ValueError(
+                f"blocks [{start}, {stop}) of {config.pattern} divide parallel blocks: all of them "
+                "are in one pipeline stage"
+            )
         self.layers: list[tuple[int, int]] = []
         self.blocks = nn.ModuleList()
         self.end_attention = first_attention
-        layers = layer_blocks(symbols)
+        layers = layer_blocks(without_stages(config.pattern))
         self._all_layers = len(layers)
         for layer, (first_block, last_block) in enumerate(layers):
             inside = range(max(first_block, start), min(last_block, stop))
             if not inside:
                 continue
-            self.layers.append((inside.start - start, inside.stop - start))
+            num_modules = len(self.blocks)
             layer_build = dataclasses.replace(
                 build, backend=build.backend.of_layer(layer, len(layers))
             )
             with build.store.unit(f"{name}.layers.{layer}"):
-                for i in inside:
-                    prefix = f"{name}.blocks.{i}"
-                    self.blocks.append(self._block(symbols[i], prefix=prefix, build=layer_build))
+                for group in groups:
+                    if group[0] not in inside:
+                        continue
+                    prefixes = {f"{name}.blocks.{i}": symbols[i] for i in range(*group)}
+                    self.blocks.append(self._block(prefixes, build=layer_build))
+            self.layers.append((num_modules, len(self.blocks)))
         self.final_norm: Norm | None = None
         if normed:
             self.final_norm = Norm(
@@ -296,9 +360,10 @@ class Decoder(nn.Module):
             )
         self.set_recompute(Recompute())
 
-    def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> DecoderBlock:
-        """Build the next block; its weight names start with `prefix`."""
-        config = self.config
+    def _block(self, symbols: Mapping[str, str], *, build: LayerBuild) -> DecoderBlock:
+        """Build the next block, or the next parallel blocks, from their symbols by the prefix of
+        their weight names; the norms have the first prefix."""
+        config, prefix = self.config, next(iter(symbols))
 
         def norm_of(name: str, placement: str) -> Norm | None:
             if config.norm.placement not in (placement, "both"):
@@ -306,12 +371,14 @@ class Decoder(nn.Module):
             return Norm(f"{prefix}.{name}", build.hidden_size, config=config.norm, build=build)
 
         norm = norm_of("norm", "pre")
-        mixer = self._mixer(symbol, prefix=prefix, build=build)
+        mixers = [self._mixer(symbol, prefix=name, build=build) for name, symbol in symbols.items()]
+        mixer = mixers[0] if len(mixers) == 1 else ParallelMixers(mixers, build.region)
         post_norm = norm_of("post_norm", "post")
         drop = HiddenDropout.create(prefix, config.hidden_dropout, build=build)
         # The block's weights were declared last. Scanning all weights would be quadratic in depth.
+        starts = tuple(f"{name}." for name in symbols)
         latest = takewhile(
-            lambda item: item[0].startswith(f"{prefix}."), reversed(build.store.handles.items())
+            lambda item: item[0].startswith(starts), reversed(build.store.handles.items())
         )
         handles = [handle for _, handle in latest][::-1]
         return DecoderBlock(
@@ -378,8 +445,9 @@ class Decoder(nn.Module):
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
             block.recomputes = selective
-            if isinstance(block.mixer, (MLP, MoE)):
-                block.mixer.recomputes = selective
+            for mixer in block.mixers:
+                if isinstance(mixer, (MLP, MoE)):
+                    mixer.recomputes = selective
 
     def forward(
         self,

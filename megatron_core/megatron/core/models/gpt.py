@@ -38,9 +38,9 @@ from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.initialize import InitSpec
-from megatron.core.models.decoder import Decoder, HiddenDropout
+from megatron.core.models.decoder import Decoder, DecoderBlock, HiddenDropout
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.models.layer_pattern import StageSplit, symbols_of
 from megatron.core.moe import MoE
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
@@ -169,7 +169,7 @@ class GPTModel(StoreModule):
             config.num_layers, stages, layer_blocks=config.layer_blocks
         )
         blocks = len(config.blocks)
-        _check_split(split, stages, blocks)
+        _check_split(split, stages, config.block_pattern)
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
         self._context, self.step_state = context.group, backend.step_state
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
@@ -313,8 +313,10 @@ class GPTModel(StoreModule):
             max_tokens: new tokens of the rank that has most.
         """
         for block in self.decoder.blocks:
-            if isinstance(block.mixer, MoE):
-                block.mixer.join(max_tokens)
+            assert isinstance(block, DecoderBlock)
+            for mixer in block.mixers:
+                if isinstance(mixer, MoE):
+                    mixer.join(max_tokens)
 
     def boundary_shape(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         """Return the shape of what passes between chunks: s/tp with sequence parallelism, b, h.
@@ -602,8 +604,14 @@ def _rotary_embedding(
     return RotaryEmbedding(rope, config.attention.rope_features, device=device)
 
 
-def _check_split(split: StageSplit, stages: int, blocks: int) -> None:
-    """Raise ValueError unless a split is for this number of pipeline stages and blocks."""
+def _check_split(split: StageSplit, stages: int, pattern: str) -> None:
+    """Raise ValueError unless a split is for this number of pipeline stages and these blocks."""
+    blocks = len(symbols_of(pattern))
+    if divided := split.divided_groups(pattern):
+        raise ValueError(
+            f"pipeline stages divide the parallel blocks {divided[0]} of {pattern}: split the "
+            "model between blocks"
+        )
     if (split.stages, split.num_blocks) != (stages, blocks):
         raise ValueError(
             f"the split assigns {split.num_blocks} blocks to {split.stages} pipeline "

@@ -21,9 +21,11 @@ from megatron.core.models.layer_pattern import (
     ATTENTION,
     DENSE,
     EXPERTS,
+    GROUP_START,
     LATENT,
     WINDOW,
     symbol_problems,
+    symbols_of,
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
@@ -60,6 +62,8 @@ class MTPConfig:
     def problems(self) -> list[str]:
         """List the problems of the numbers and of the pattern."""
         problems = symbol_problems(self.pattern) if self.pattern else []
+        if GROUP_START in self.pattern:
+            problems.append(f"multi-token prediction has no parallel blocks ({self.pattern})")
         if self.num_layers < 1:
             problems.append(f"mtp-num-layers {self.num_layers}: use a positive integer")
         if self.loss_factor < 0:
@@ -281,9 +285,10 @@ class GPTConfig:
         problems = []
         if self.pattern:
             problems += symbol_problems(self.pattern)
-            if self.num_layers != len(self.pattern) or self.ffn_pattern:
+            num_blocks = len(symbols_of(self.pattern))
+            if self.num_layers != num_blocks or self.ffn_pattern:
                 problems.append(
-                    f"pattern {self.pattern!r} has {len(self.pattern)} blocks: num_layers "
+                    f"pattern {self.pattern!r} has {num_blocks} blocks: num_layers "
                     f"must be that number, not {self.num_layers}, and ffn_pattern empty"
                 )
         elif len(self.ffn_pattern) != max(0, self.num_layers) or set(self.ffn_pattern) - {
@@ -326,12 +331,17 @@ class GPTConfig:
     def blocks(self) -> str:
         """Symbols of all blocks of the model, without MTP layers."""
         if self.pattern:
-            return self.pattern
+            return symbols_of(self.pattern)
         latent, second = isinstance(self.attention, LatentAttentionConfig), self.second_attention
         attentions = (LATENT if latent else ATTENTION) * len(self.ffn_pattern)
         if second is not None and second.pattern:
             attentions = second.pattern
         return "".join(map(str.__add__, attentions, self.ffn_pattern))
+
+    @property
+    def block_pattern(self) -> str:
+        """Symbols of all blocks with parentheses around parallel blocks."""
+        return self.pattern or self.blocks
 
     @property
     def layer_blocks(self) -> int:
@@ -362,7 +372,7 @@ class GPTConfig:
     def decoder(self) -> DecoderConfig:
         """Configuration of the decoder."""
         return DecoderConfig(
-            pattern=self.blocks,
+            pattern=self.block_pattern,
             attention=self.attention,
             norm=self.norm,
             hidden_dropout=self.hidden_dropout,

@@ -18,7 +18,8 @@ autograd. Activations are packed tokens [t, h]. Differences to the forward pass 
 | row-parallel product, tp = 1 | a tensor to add | the GEMM adds to the residual stream |
 
 Other mixers (experts, latent attention, recurrent mixers) run `forward`. The exception is experts
-with sequence parallelism, see `MoE.decode`.
+with sequence parallelism, see `MoE.decode`. The outputs of parallel mixers are summed and reduced
+together, see `ParallelMixers.decode`.
 
 Residual stream with tensor parallelism: blocks pass the stream and `delta`, the output of the
 previous block, which is not added yet. `delta` may be a partial sum per rank. The next norm reduces

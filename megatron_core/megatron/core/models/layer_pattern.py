@@ -10,6 +10,7 @@
     C       gated short convolution
     -       MLP
     E       mixture of experts
+    (M*)    parallel blocks: one norm, and the sum of the outputs of several mixers
 
 A GPT of L layers is `*-` repeated L times, with `*E` where a layer has experts and `W` where its
 attention is of the second kind; Qwen3-Next is `GEGEGE*E` repeated. Each `/` starts the blocks of
@@ -43,6 +44,9 @@ RECURRENT, FEED_FORWARD = DELTA_NET + MAMBA + SHORT_CONV, DENSE + EXPERTS
 #: Separates the blocks of two virtual pipeline stages.
 STAGE_SEPARATOR = "|"
 
+#: Enclose parallel blocks.
+GROUP_START, GROUP_END = "(", ")"
+
 #: Precedes the blocks of each layer of multi-token prediction.
 MTP_SEPARATOR = "/"
 
@@ -75,20 +79,34 @@ class Pattern:
 
     @property
     def blocks(self) -> str:
-        """Blocks of the decoder, without stage separators."""
-        return symbols_of(self.main)
+        """Blocks of the decoder with parentheses, without stage separators."""
+        return without_stages(self.main)
+
+
+def without_stages(pattern: str) -> str:
+    """Return the blocks of a pattern with parentheses, without its stage separators."""
+    return pattern.replace(STAGE_SEPARATOR, "")
 
 
 def symbols_of(pattern: str) -> str:
-    """Return the blocks of a pattern without its stage separators."""
-    return pattern.replace(STAGE_SEPARATOR, "")
+    """Return the symbols of the blocks of a pattern, without stage separators and parentheses."""
+    return re.sub(f"[{STAGE_SEPARATOR}{GROUP_START}{GROUP_END}]", "", pattern)
+
+
+def parallel_groups(pattern: str) -> list[tuple[int, int]]:
+    """Return the range [start, end) of the blocks of each norm: of parallel blocks, or of one."""
+    groups: list[tuple[int, int]] = []
+    for token in re.findall(r"\(.*?\)|[^()|]", pattern):
+        start = groups[-1][1] if groups else 0
+        groups.append((start, start + len(symbols_of(token))))
+    return groups
 
 
 def ffn_of(symbols: str) -> str | None:
     """Return the MLP or experts symbol of each layer of a GPT; None for other models.
 
     The blocks of a GPT are pairs of attention (latent in all layers or in none) and an MLP or
-    experts.
+    experts, one after the other.
     """
     for attention in (ATTENTION + WINDOW, LATENT):
         if re.fullmatch(f"([{attention}][{FEED_FORWARD}])+", symbols):
@@ -99,12 +117,12 @@ def ffn_of(symbols: str) -> str | None:
 def symbol_problems(pattern: str) -> list[str]:
     """List the errors in the symbols of a pattern without `/`; empty if it is valid."""
     symbols, subject = symbols_of(pattern), f"layer pattern {pattern!r}"
-    if not symbols:
+    if not symbols and not pattern.strip(STAGE_SEPARATOR):
         return [
             f"{subject} must be one or more of {_SYMBOL_HELP}, with '|' where a pipeline stage ends"
         ]
     problems = []
-    allowed = ATTENTIONS + RECURRENT + FEED_FORWARD + STAGE_SEPARATOR
+    allowed = ATTENTIONS + RECURRENT + FEED_FORWARD + STAGE_SEPARATOR + GROUP_START + GROUP_END
     for position, symbol in enumerate(pattern, start=1):
         if symbol not in allowed:
             reason = "is unknown"
@@ -112,7 +130,23 @@ def symbol_problems(pattern: str) -> list[str]:
                 reason = "would be sparse attention, which is not supported"
             problems.append(f"{subject}: {symbol!r} at {position} {reason}: use {_SYMBOL_HELP}")
     problems += _mixed_attention_problems(subject, symbols)
-    return problems
+    return problems + _group_problems(subject, pattern)
+
+
+def _group_problems(subject: str, pattern: str) -> list[str]:
+    """List the problems of the parentheses of a pattern."""
+    outside = re.sub(r"\([^()]*\)", "", pattern)
+    if GROUP_START in outside or GROUP_END in outside:
+        return [
+            f"{subject}: parentheses must be balanced and not nested: write (*-), for example, for "
+            "parallel blocks"
+        ]
+    return [
+        f"{subject}: {group!r} must have two blocks or more, and no '|': all parallel blocks are "
+        "in one pipeline stage"
+        for group in re.findall(r"\([^()]*\)", pattern)
+        if STAGE_SEPARATOR in group or len(symbols_of(group)) < 2
+    ]
 
 
 def _mixed_attention_problems(subject: str, symbols: Iterable[str]) -> list[str]:
@@ -135,6 +169,11 @@ def layer_pattern_problems(text: str) -> list[str]:
                 f"layer pattern {text!r}: '|' after a '/' in {blocks!r}: multi-token prediction is "
                 "in the last pipeline stage: write '|' only before the first '/'"
             )
+        if GROUP_START in blocks:
+            problems.append(
+                f"layer pattern {text!r}: parallel blocks in {blocks!r}: multi-token prediction "
+                "has none: write its blocks one after the other"
+            )
         problems += symbol_problems(blocks.replace(STAGE_SEPARATOR, ""))
     if len(set(mtp_layers)) > 1:
         problems.append(
@@ -145,14 +184,16 @@ def layer_pattern_problems(text: str) -> list[str]:
     return problems or _mixed_attention_problems(f"layer pattern {text!r}", symbols)
 
 
-def layer_blocks(symbols: str) -> list[tuple[int, int]]:
-    """Return the block range [start, end) of each layer of a pattern without separators.
+def layer_blocks(pattern: str) -> list[tuple[int, int]]:
+    """Return the block range [start, end) of each layer of a pattern without stage separators.
 
-    A block that mixes tokens forms one layer with the MLP or experts after it; any other block is
-    a layer of its own.
+    A block that mixes tokens, or parallel blocks, form one layer with the MLP or experts after
+    them; any other block is a layer of its own.
     """
-    layer = f"[{re.escape(ATTENTIONS)}{RECURRENT}][{FEED_FORWARD}]|."
-    return [match.span() for match in re.finditer(layer, symbols)]
+    mixers = f"[{re.escape(ATTENTIONS)}{RECURRENT}]"
+    layers = re.findall(rf"\(.*?\)[{FEED_FORWARD}]?|{mixers}[{FEED_FORWARD}]|.", pattern)
+    ends = [0, *itertools.accumulate(len(symbols_of(layer)) for layer in layers)]
+    return list(itertools.pairwise(ends))
 
 
 #: A layer of a GPT: an attention block and an MLP block.
@@ -274,7 +315,7 @@ class StageSplit:
         number of layers is not a multiple of the stages.
 
         Args:
-            symbols: blocks of the model; no layer is split.
+            symbols: blocks of the model, with parentheses; no layer is split.
             stages: p, the number of pipeline stages.
             blocks_of_layer: `layer_blocks` of the split.
 
@@ -305,10 +346,18 @@ class StageSplit:
             ValueError: the problems that `pattern_problems` lists.
         """
         _refuse(pattern_problems(pattern, stages, ffn_pattern=ffn_pattern))
-        pairs = ffn_of(symbols_of(pattern)) is not None
-        return _from_sizes(
-            stages, map(len, pattern.split(STAGE_SEPARATOR)), len(_LAYER) if pairs else 1
-        )
+        pairs = ffn_of(without_stages(pattern)) is not None
+        sizes = (len(symbols_of(blocks)) for blocks in pattern.split(STAGE_SEPARATOR))
+        return _from_sizes(stages, sizes, len(_LAYER) if pairs else 1)
+
+    def divided_groups(self, pattern: str) -> list[str]:
+        """List the parallel blocks of a pattern that lie in several virtual stages."""
+        ends, symbols = {end for _, end in self.ranges}, symbols_of(pattern)
+        return [
+            f"({symbols[start:stop]})"
+            for start, stop in parallel_groups(pattern)
+            if any(start < end < stop for end in ends)
+        ]
 
     @staticmethod
     def from_layout(layout: str, stages: int, *, num_layers: int) -> StageSplit:
@@ -377,7 +426,7 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
     if ffn_pattern is None:
         return problems
     expected = "".join(ATTENTION + symbol for symbol in ffn_pattern)
-    plain_pattern = re.sub(f"[{ATTENTIONS}]", ATTENTION, symbols_of(pattern))
+    plain_pattern = re.sub(f"[{ATTENTIONS}]", ATTENTION, without_stages(pattern))
     if plain_pattern != expected:
         all_dense = set(ffn_pattern) == {DENSE}
         # With another number of layers, the pattern itself must specify which layers have experts.

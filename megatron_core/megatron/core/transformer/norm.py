@@ -34,7 +34,8 @@ class NormConfig:
     """Settings of a norm.
 
     Args:
-        kind: "RMSNorm" (Zhang & Sennrich 2019) or "LayerNorm" (with a bias).
+        kind: "RMSNorm" (Zhang & Sennrich 2019) or "LayerNorm".
+        bias: whether a LayerNorm has a bias; an RMSNorm has none.
         epsilon: term added to the mean square or the variance.
         zero_centered: store the weight as weight - 1.
         placement: the decoder's blocks normalise their input ("pre"), their output before the
@@ -43,9 +44,15 @@ class NormConfig:
     """
 
     kind: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    bias: bool = True
     epsilon: float = 1e-5
     zero_centered: bool = False
     placement: Literal["pre", "post", "both"] = "pre"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether norms have a bias."""
+        return self.kind == "LayerNorm" and self.bias
 
     def __post_init__(self) -> None:
         if self.kind not in NORMS:
@@ -86,8 +93,9 @@ class Norm(nn.Module):
             return build.store.declare(sharding, InitSpec.constant(value))
 
         self.weight = declare("weight", 0.0 if config.zero_centered else 1.0)
-        self.bias = declare("bias", 0.0) if config.kind == "LayerNorm" else None
-        make = build.backend.rms_norm if self.bias is None else build.backend.layer_norm
+        self.bias = declare("bias", 0.0) if config.has_bias else None
+        is_rms_norm = config.kind == "RMSNorm"
+        make = build.backend.rms_norm if is_rms_norm else build.backend.layer_norm
         self._normalise = make(eps=config.epsilon, zero_centered=config.zero_centered)
 
     def forward(
@@ -108,7 +116,8 @@ class Norm(nn.Module):
         total = stream if delta is None else delta
         assert total is not None
         residual = None if delta is None else stream
-        if self.bias is not None or total.device.type != "cpu" or total.dtype not in _EXACT_DTYPES:
+        exact = total.device.type == "cpu" and total.dtype in _EXACT_DTYPES
+        if self.config.kind == "LayerNorm" or not exact:
             return self(total, residual) if residual is not None else (self(total), total)
         if residual is not None:
             total.add_(residual)
@@ -119,7 +128,7 @@ class Norm(nn.Module):
     def for_fused_kernel(self) -> RowNorm | None:
         """Return the parameters of the kernel that reduces, normalises and gathers; None for
         LayerNorm."""
-        if self.bias is not None:
+        if self.config.kind == "LayerNorm":
             return None
         weight = self.weight.use(torch.float32)
         return RowNorm(weight, self.config.epsilon, float(self.config.zero_centered))

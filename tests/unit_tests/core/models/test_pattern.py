@@ -50,6 +50,7 @@ HYBRID = GPTConfig(
         ("G-*-/*-", "G-*-", "*-", 1),
         ("||M-|/+E/+E/+E", "||M-|", "+E", 3),
         ("G-*-//*-", "G-*-", "*-", 1),
+        ("(M*)-|(*-)", "(M*)-|(*-)", "", 0),
     ],
 )
 def test_layer_pattern_is_parsed(text, main, further, depths):
@@ -72,6 +73,12 @@ def test_layer_pattern_is_parsed(text, main, further, depths):
         ("G-/*|-", ["'|' after a '/' in '*|-': multi-token prediction is in the last pipeline"]),
         ("G-/*-/*E", ["the blocks after each '/' differ (*-, *E)"]),
         ("G-/x", ["layer pattern 'x': 'x' at 1 is unknown"]),
+        ("(*-", ["parentheses must be balanced"]),
+        (")*-(", ["parentheses must be balanced"]),
+        ("((*-)-)", ["parentheses must be balanced and not nested"]),
+        ("(*)-()", ["'(*)' must have two blocks", "'()' must have two blocks"]),
+        ("(*|-)", ["'(*|-)' must have two blocks or more, and no '|'"]),
+        ("*-/(*-)", ["parallel blocks in '(*-)': multi-token prediction has none"]),
     ],
 )
 def test_invalid_patterns_are_reported(text, messages):
@@ -84,12 +91,13 @@ def test_invalid_patterns_are_reported(text, messages):
 def test_only_attention_ffn_pairs_are_a_gpt_pattern():
     assert ffn_of("*-*E*-") == "-E-"
     assert ffn_of("+-+E") == "-E"
-    for pattern in ("", "*", "**", "-*", "*-*", "G-*-", "*-+-", "*EE", "M-"):
+    for pattern in ("", "*", "**", "-*", "(*-)", "*-(*-)", "*-*", "G-*-", "*-+-", "*EE", "M-"):
         assert ffn_of(pattern) is None
 
 
 def test_layer_is_a_mixer_block_with_its_ffn_block():
     assert layer_blocks("*-**--") == [(0, 2), (2, 3), (3, 5), (5, 6)]
+    assert layer_blocks("(M*)-(*-)(*E)-") == [(0, 3), (3, 5), (5, 8)]
     assert layer_blocks("G-MEM+E-E") == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8), (8, 9)]
 
 
@@ -107,6 +115,23 @@ def test_stages_of_a_hybrid_are_counted_in_blocks():
     (problem,) = even_problems(7, 2, layer_blocks=1)
     assert problem.startswith("7 blocks do not divide over 2 virtual pipeline stages")
     assert "by '|' in the layer pattern" in problem
+
+
+def test_stages_divide_no_parallel_blocks():
+    pattern = "(M*)-(M*)-"
+    assert StageSplit.balanced(pattern, 2).ranges == ((0, 3), (3, 6))
+    assert StageSplit.from_pattern("(M*)|-(M*)-|", 3).ranges == ((0, 2), (2, 6), (6, 6))
+    assert StageSplit.even(6, 2, layer_blocks=1).divided_groups(pattern) == []
+    thirds = StageSplit.even(6, 3, layer_blocks=1)
+    assert thirds.divided_groups(pattern) == ["(M*)"]
+    config = dataclasses.replace(
+        HYBRID, num_layers=6, pattern=pattern, mtp=None, moe=None, delta_net=None
+    )
+    assert config.problems() == []
+    assert GPTConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    cut = StageSplit.even(6, 1, chunks=6, layer_blocks=1)
+    with pytest.raises(ValueError, match=r"divide the parallel blocks \(M\*\)"):
+        GPTModel(config, ProcessGroupCollection.single(), split=cut)
 
 
 def test_weight_names_use_block_index_and_all_are_counted():

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from megatron.hf.architecture import Architecture
 from megatron.hf.families import (
+    cohere,
     deepseek,
     ernie,
     glm,
@@ -80,6 +81,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             olmo.GLM4,
             olmo.MINIMAX_M2,
             gpt_oss.GPT_OSS,
+            cohere.COHERE,
+            cohere.COHERE2,
         )
     }
 )

@@ -300,6 +300,28 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCode",
         {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 40, "n_positions": 128},
     ),
+    "cohere": (
+        "Cohere",
+        {
+            "num_attention_heads": 6,
+            "head_dim": 12,
+            "attention_bias": True,
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 1.7,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_attention_heads": 6,
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 1.7,
+            "sliding_window": 7,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -93,6 +93,11 @@ GPT_OSS = {
     "num_local_experts": 4,
     "num_key_value_heads": 6,
 }
+COHERE = {
+    **LLAMA, "model_type": "cohere", "architectures": ["CohereForCausalLM"],
+    "layer_norm_eps": 1e-5, "logit_scale": 0.25,
+}  # fmt: skip
+COHERE2 = {**COHERE, "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"]}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
 OLMO3 = {
     **LLAMA,
@@ -118,6 +123,9 @@ WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (EXAONE4, {"num_hidden_layers": 6}),
     (EXAONE4, {"num_hidden_layers": 6, "sliding_window_pattern": 3}),
     (CWM, {"layer_types": MIX, "sliding_window": 9}),
+    (COHERE2, {"num_hidden_layers": 9}),
+    (COHERE2, {"num_hidden_layers": 6, "sliding_window_pattern": 3, "sliding_window": 9}),
+    (COHERE2, {"layer_types": MIX}),
     (SMOLLM3, {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 9}),
     (SMOLLM3, {"num_hidden_layers": 5, "sliding_window": 9}),
     (GPT_OSS, {"num_hidden_layers": 3}),

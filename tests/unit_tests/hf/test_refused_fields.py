@@ -102,6 +102,10 @@ MAMBA2 {"expand": 3} {"hidden_act": "relu"} {"rms_norm": false} {"time_step_limi
 NEMOTRON_H {"moe_latent_size": 16} {"hybrid_override_pattern": "ME|*"} {"num_hidden_layers": 6}
     {"mlp_hidden_act": "silu"} {"mamba_hidden_act": "relu"} {"n_shared_experts": 2}
     {"sliding_window": 64}
+COHERE {"use_qk_norm": true} {"layer_types": ["full_attention", "sliding_attention"]}
+    {"logit_scale": 0} {"sliding_window": 9}
+COHERE2 {"layer_types": ["full_attention", "full_attention"]} {"sliding_window": null}
+    {"sliding_window_pattern": 0} {"head_dim": 9} {"logit_scale": "1"}
 LFM2 {"full_attn_idxs": 1} {"full_attn_idxs": ["1"]} {"layer_types": ["conv", "conv", "conv"],
     "full_attn_idxs": [1]} {"layer_types": ["conv"]} {"intermediate_size": 61}
     {"tie_word_embeddings": false} {"block_ffn_dim_multiplier": 1e300} {"block_multiple_of": 0}

@@ -105,7 +105,7 @@ plan --window-size 5 --window-attn-skip-freq 2 --use-rope-scaling:
     window-rope-scaling same -> unscaled
 plan: no-rope-freq none -> 2; glu-linear-offset 0 -> 1; activation-func-clamp-value none -> 7
 plan: embedding-multiplier 1 -> 12; residual-multiplier 1 -> 0.22; softmax-scale none -> 0.125;
-    logit-scale 1 -> 0.125
+    logit-scale 1 -> 0.125; attn-logit-softcapping none -> 50; final-logit-softcapping none -> 30
 plan --embedding-multiplier 5.66: round-embedding-multiplier
 plan without --swiglu: quick-geglu
 plan --qk-layernorm: qk-layernorm-scope head -> projection

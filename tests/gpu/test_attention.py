@@ -63,6 +63,18 @@ ATTENTION_CASES = {
     "sinks": {"sinks": True, "groups": 2},
     "all": {"sinks": True, "groups": 2, "window": 5, "documents": True, "scale": 0.3},
     "dropout": {"dropout": True, "groups": 2, "queries": 5, "keys": 11},
+    "soft cap": {"softcap": 0.7, "scale": 0.9, "groups": 2},
+    "soft cap, bidirectional": {"softcap": 1.5, "causal": False, "queries": 9, "keys": 5},
+    "soft cap and all": {
+        "softcap": 0.7,
+        "scale": -0.9,
+        "sinks": True,
+        "groups": 2,
+        "window": 5,
+        "documents": True,
+    },
+    "soft cap and dropout": {"softcap": 0.7, "dropout": True, "groups": 2},
+    "soft cap, tiles": {"softcap": 1.5, "queries": 70, "keys": 141, "window": 40, "groups": 2},
     # Queries and keys at separate positions. Cases with queries that see no key have sinks.
     "queries within keys": {
         "queries": 5,
@@ -153,7 +165,7 @@ def attention_inputs(backend, case):
 
 
 #: No kernel computes dropout.
-DROPOUT = ("dropout", "dropout by position")
+DROPOUT = ("dropout", "dropout by position", "soft cap and dropout")
 #: Too long for the interpreter.
 LONG = ("long", "long, before keys", "tiles within keys")
 
@@ -714,6 +726,7 @@ BAD = {
     "heads": (lambda: attention(X, X[:, :, :3], X[:, :, :3]), "4 query heads must be a multiple"),
     "order": (lambda: attention(X, X[:3], X[:3]), "causal with 5 queries and only 3 keys"),
     "window": (lambda: attention(X, X, X, window=0), "window=0 must be at least 1"),
+    "soft cap": (lambda: attention(X, X, X, softcap=0.0), "softcap=0.0"),
     "sinks": (lambda: attention(X, X, X, sinks=torch.ones(3)), r"sinks \(3,\)"),
     "documents": (lambda: attention(X, X, X, document_ids=torch.ones(5, 2)), "must be integers"),
     "documents of queries": (

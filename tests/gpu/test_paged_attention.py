@@ -62,6 +62,8 @@ CASES = {
     "decode of many heads a group": (DECODE, {"heads": sized((71, 1), (40, 1)), "sinks": True}),
     "decode of wide heads": (DECODE, {"features": sized(256, 24)}),
     "mixed": (MIXED, {"heads": (6, 2), "features": sized(80, 24), "padding": 5}),
+    "decode with a soft cap": (DECODE, {"heads": (4, 2), "softcap": 0.8, "sinks": True}),
+    "mixed with a soft cap": (MIXED, {"heads": (4, 2), "softcap": 0.8, "window": 9, "splits": 2}),
     "mixed with sinks": (MIXED, {"heads": (4, 4), "block_size": 32, "sinks": True}),
     "split mixed": (
         LONG_MIXED,
@@ -140,9 +142,10 @@ def check_case(backend, case, monkeypatch):
     options = {"heads": HEADS, "features": FEATURES, "block_size": sized(64, 16)} | changes
     force_splits(monkeypatch, backend, options.pop("splits", 1))
     sinks, window = options.pop("sinks", False), options.get("window")
+    softcap = options.pop("softcap", None)
     logits = torch.linspace(-1, 3, options["heads"][0], dtype=FP64) if sinks else None
     rows = paged_rows(*lengths, **options)
-    assert_matches_equation(backend, rows, logits, scale=0.3, window=window)
+    assert_matches_equation(backend, rows, logits, scale=0.3, softcap=softcap, window=window)
 
 
 @pytest.mark.parametrize("case", CASES)

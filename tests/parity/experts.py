@@ -116,6 +116,7 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
         output_gate=row["attention_gate"],
         second=_window_attention(row),
         softmax_scale=SOFTMAX_SCALE if row["multipliers"] else None,
+        softcap=SOFTCAP if row["softcaps"] else None,
     )
 
 
@@ -125,15 +126,26 @@ MULTIPLIERS = Multipliers(embedding=1.7, residual=1.3, logits=1.9)
 SOFTMAX_SCALE = 0.6
 
 
-def plain_multipliers(row: Row) -> dict[str, float]:
-    """Return the factors of a row's plain model."""
-    if not row["multipliers"]:
-        return {}
+#: Bounds of attention logits and of logits with soft caps.
+SOFTCAP, FINAL_SOFTCAP = 0.8, 1.5
+
+
+def multipliers_of(row: Row) -> Multipliers:
+    """Return the factors of a row's model, and the bound of its logits."""
+    factors = MULTIPLIERS if row["multipliers"] else Multipliers()
+    return replace(factors, logits_softcap=FINAL_SOFTCAP if row["softcaps"] else None)
+
+
+def plain_multipliers(row: Row) -> dict[str, float | None]:
+    """Return the factors and bounds of a row's plain model."""
+    factors = multipliers_of(row)
     return {
-        "embedding_multiplier": MULTIPLIERS.embedding,
-        "residual_multiplier": MULTIPLIERS.residual,
-        "logit_scale": MULTIPLIERS.logits,
-        "softmax_scale": SOFTMAX_SCALE,
+        "embedding_multiplier": factors.embedding,
+        "residual_multiplier": factors.residual,
+        "logit_scale": factors.logits,
+        "softmax_scale": SOFTMAX_SCALE if row["multipliers"] else None,
+        "softcap": SOFTCAP if row["softcaps"] else None,
+        "final_softcap": factors.logits_softcap,
     }
 
 

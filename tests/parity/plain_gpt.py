@@ -37,6 +37,8 @@ class PlainGPT:
             blocks and logits.
         softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
         parallel: attention and MLP of a layer have one norm, and their outputs are added together.
+        softcap, final_softcap: bounds c of attention logits and of logits x, which become
+            c tanh(x / c).
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
@@ -63,6 +65,8 @@ class PlainGPT:
     logit_scale: float = 1.0
     softmax_scale: float | None = None
     parallel: bool = False
+    softcap: float | None = None
+    final_softcap: float | None = None
     recurrent: tuple[Mixer, ...] = ()
     second: tuple[int | None, float | None] | None = None
     yarn: tuple[float, int, float, float] | None = None
@@ -97,7 +101,7 @@ class PlainGPT:
             hidden = hidden + delta * self.residual_multiplier
         hidden = self.norm_of(weights, "decoder.final_norm", hidden)
         head = weights["embedding.weight" if self.tied else "head.weight"]
-        return hidden @ head.T * self.logit_scale
+        return _bounded(hidden @ head.T * self.logit_scale, self.final_softcap)
 
     def token_losses(
         self,
@@ -151,7 +155,7 @@ class PlainGPT:
             t.repeat_interleave(heads_per_group, dim=1) for t in (key, value)
         )  # [b, n, s, d]
         scale = 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
-        scores = query @ key.transpose(-1, -2) * scale  # [b, n, s, s]
+        scores = _bounded(query @ key.transpose(-1, -2) * scale, self.softcap)  # [b, n, s, s]
         length = scores.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool).tril()
         if window is not None:
@@ -228,6 +232,10 @@ class PlainGPT:
         else:
             inner = functional.gelu(up)
         return self._linear(weights, f"{name}.mlp.down", inner)
+
+
+def _bounded(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def step_loss(

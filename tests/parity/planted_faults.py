@@ -259,6 +259,12 @@ the embedding of MTP layers has no multiplier [tp=1 dp=2 predictions=1 multiplie
     models.gpt MultiTokenPrediction.__init__: factors.embedding_in(build.store.dtype) => 1.0
 the last stage multiplies its logits by the factor of blocks [tp=1 pp=2 multipliers]
     models.gpt GPTModel._declare: config.multipliers.logits => config.multipliers.residual
+blocks of other ranks have no soft cap [tp=1 cp=2 softcaps]
+    context_parallel.blockwise _mask: softcap=options.softcap => softcap=None
+the gradient of bounded logits lacks the slope of the bound [tp=1 dp=2 softcaps]
+    tensor_parallel.vocab_parallel _CrossEntropy.forward: logits.mul_(slope) => pass
+the bound of a masked attention logit comes after the mask [tp=1 dp=2 window=5 softcaps]
+    ops.attention.cpu chunked_forward: .tanh_().mul_(mask.softcap) => .mul_(mask.softcap)
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
     ssm.mixer LinearRecurrentMixer._mode: choose_mode(self.context.linear_mode,
     => choose_mode("auto",

@@ -57,6 +57,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "gated": (True, False),
     "gate": ("silu", "clamped"),
     "multipliers": (False, True),
+    "softcaps": (False, True),  # of attention logits and of logits
     "dropout": (0.0, 0.1),
     "recompute": ("none", "full", "selective"),
     "dispatcher": ("alltoall", "allgather"),
@@ -417,6 +418,7 @@ def label(row: Row) -> str:
             "expert_bias",
             "multipliers",
             "parallel",
+            "softcaps",
         )
         if row[name]
     ]

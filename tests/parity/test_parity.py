@@ -208,6 +208,7 @@ MODELS = {
         "gated",
         "gate",
         "multipliers",
+        "softcaps",
         "accumulation",
         "window",
         "sinks",

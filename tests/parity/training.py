@@ -32,7 +32,6 @@ from megatron.core.distributed.formulas import (
 )
 from megatron.core.extensions import QuantizationConfig
 from megatron.core.models import GPTConfig, GPTModel
-from megatron.core.models.gpt_config import Multipliers
 from megatron.core.moe import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import (
     ConstantLossScaler,
@@ -46,10 +45,10 @@ from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import (
-    MULTIPLIERS,
     activation_settings,
     attention_config,
     moe_config,
+    multipliers_of,
     rope_config,
     watched_routes,
 )
@@ -192,7 +191,7 @@ def gpt_config(row: Row) -> GPTConfig:
         hidden_dropout=row["dropout"],
         moe=moe_config(row),
         mtp=mtp_config(row),
-        multipliers=MULTIPLIERS if row["multipliers"] else Multipliers(),
+        multipliers=multipliers_of(row),
     )
 
 

@@ -337,6 +337,10 @@ def latent_attention_problems(config: Config) -> Iterator[str]:
         ),
         "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
         "--softmax-scale": (config.activations.softmax_scale, "its scale follows its features"),
+        "--attn-logit-softcapping": (
+            config.activations.attn_logit_softcapping,
+            "its logits have no bound",
+        ),
         "--no-rope-freq": (config.position.no_rope_freq, "all layers are rotary"),
         "--softmax-type learnable": (
             config.attention.softmax_type == "learnable",

@@ -37,6 +37,9 @@ def transformer_engine_problems(config: Config) -> Iterator[str]:
         return
     flag = "--transformer-impl transformer_engine"
     chosen = config.execution
+    softcap = config.activations.attn_logit_softcapping
+    if softcap is not None:
+        yield f"{flag} has no --attn-logit-softcapping {softcap}: use --transformer-impl local"
     if chosen.cuda_graph_impl != "none":
         yield f"{flag} cannot be captured by --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
 

@@ -118,6 +118,15 @@ class ActivationOptions:
     stream."""
     softmax_scale: Annotated[float | None, at("attention.softmax_scale", back=unless(None))] = None
     """Factor on the attention logits; derived: 1 / sqrt(features per head)."""
+    attn_logit_softcapping: Annotated[float | None, at("attention.softcap", back=unless(None))] = (
+        None
+    )
+    """Bound the attention logits x by this c, as c tanh(x / c), before the mask; derived: no
+    bound."""
+    final_logit_softcapping: Annotated[
+        float | None, at("multipliers.logits_softcap", back=unless(None))
+    ] = None
+    """Bound the logits x by this c, as c tanh(x / c), after --logit-scale; derived: no bound."""
     logit_scale: Annotated[float, at("multipliers.logits", back=unless(1.0))] = 1.0
     """Multiply the logits by this factor, as Cohere and Granite (by 1 / logits_scaling) do."""
 
@@ -126,6 +135,7 @@ class ActivationOptions:
             lambda: positive(self, "activation_func_clamp_value"),
             lambda: positive(self, "embedding_multiplier", "residual_multiplier"),
             lambda: positive(self, "softmax_scale", "logit_scale"),
+            lambda: positive(self, "attn_logit_softcapping", "final_logit_softcapping"),
         )
 
 

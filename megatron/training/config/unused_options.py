@@ -33,7 +33,7 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
         "kv_channels",
     ),
     "attention": (),
-    "activations": ("softmax_scale",),
+    "activations": ("softmax_scale", "attn_logit_softcapping"),
     "position": (),
     "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
 }

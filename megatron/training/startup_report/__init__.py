@@ -342,6 +342,7 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
         "documents": packed and not uses_graphs and not blockwise,
         "documents known by ids alone": packed and uses_graphs and not blockwise,
         "sinks": has_sinks and not blockwise,
+        "a soft cap": not latent and attention.softcap is not None,
         "attention dropout": attention.dropout > 0,
     }
     used_options = [name for name, is_used in options.items() if is_used]

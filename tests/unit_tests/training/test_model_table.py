@@ -69,7 +69,7 @@ MULTIPLIERS = st.sampled_from(
     [
         Multipliers(),
         Multipliers(embedding=12.0, residual=0.22, logits=0.125),
-        Multipliers(embedding=5.5, rounds_embedding=True),
+        Multipliers(embedding=5.5, rounds_embedding=True, logits_softcap=30.0),
     ]
 )
 MAMBAS = st.builds(
@@ -295,6 +295,7 @@ def attentions(
             sinks=draw(st.booleans()),
             output_gate=draw(st.booleans()),
             softmax_scale=draw(st.sampled_from([None, 0.0625])),
+            softcap=draw(st.sampled_from([None, 50.0])),
         )
     scaling, scale = None if rope is None else rope.scaling, 1.0
     if scaling is not None and scaling.kind == "yarn":

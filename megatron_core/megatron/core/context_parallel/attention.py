@@ -196,6 +196,7 @@ class Attend:
         layout: layout of the microbatch, with the tokens of each rank.
         group: cp.
         scale: factor on the logits, usually 1 / sqrt(d).
+        softcap: bound of the logits before the mask, see `ops.attention`.
         window: a query at row index q sees only keys k with q - k < window.
         dropout: dropout of the probabilities.
         cpu_dtype: dtype of matrix products of 16-bit operands on a CPU, see `ops.backend_choice`.
@@ -204,6 +205,7 @@ class Attend:
     layout: SequenceLayout
     group: Group
     scale: float
+    softcap: float | None = None
     window: int | None = None
     dropout: AttentionDropout | None = None
     cpu_dtype: torch.dtype | None = None
@@ -231,6 +233,7 @@ class Attend:
             value,
             blocks,
             scale=self.scale,
+            softcap=self.softcap,
             window=self.window,
             dropout=self.dropout,
             into=into,
@@ -254,6 +257,7 @@ class Attend:
             *result,
             blocks,
             scale=self.scale,
+            softcap=self.softcap,
             window=self.window,
             dropout=self.dropout,
             fp32_sums=fp32_sums,

@@ -334,6 +334,7 @@ class _BlockOptions(NamedTuple):
     """Options of all blocks of an attention."""
 
     scale: float
+    softcap: float | None
     window: int | None
     dropout: AttentionDropout | None
     cpu_dtype: torch.dtype | None
@@ -360,6 +361,7 @@ def forward(
     blocks: Sequence[AttentionBlock],
     *,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     dropout: AttentionDropout | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -374,6 +376,7 @@ def forward(
         blocks: the visible pairs, each in one block; `Blocks` cache their tile lists for the next
             call.
         scale: factor on the logits.
+        softcap: bound of the logits before the mask, see `ops.attention`.
         window: a query at row index q sees only keys k with q - k < window.
         dropout: dropout of probabilities, a function of the row indices.
         into: a result over other keys, into which this result is merged in place.
@@ -386,7 +389,7 @@ def forward(
     sum_dtype = accumulation_dtype(query.dtype)
     # Converted once here, not in every block.
     query, key, value = (x.to(matmul_dtype(x, cpu_dtype)) for x in (query, key, value))
-    options = _BlockOptions(scale, window, dropout, cpu_dtype)
+    options = _BlockOptions(scale, softcap, window, dropout, cpu_dtype)
     if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
         return _block_forward(query, key, value, blocks[0], options)
     if into is None:
@@ -420,6 +423,7 @@ def backward(
     blocks: Sequence[AttentionBlock],
     *,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     dropout: AttentionDropout | None = None,
     fp32_sums: bool = False,
@@ -435,7 +439,7 @@ def backward(
         out: [s_q, b, n, d], the complete output: of all blocks of all ranks, and of sinks.
         lse: [b, n, s_q], the complete log-sum-exp.
         blocks: the blocks of the forward pass for the given queries and keys.
-        scale, window, dropout, cpu_dtype: options of the forward pass.
+        scale, softcap, window, dropout, cpu_dtype: options of the forward pass.
         fp32_sums: return unrounded sums in fp32 (fp64 for fp64), which are added to other sums.
 
     Returns:
@@ -443,11 +447,11 @@ def backward(
     """
     grad_dtype = accumulation_dtype(query.dtype) if fp32_sums else query.dtype
     min_queries = min((block.q1 - block.q0 for block in blocks), default=0)
-    if window is not None or dropout is not None:
+    if not window is dropout is softcap is None:
         min_queries = 0  # by chunks, which compute in fp32
     dtype = cpu.backward_dtype(query, min_queries, cpu_dtype)
     operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]
-    options = _BlockOptions(scale, window, dropout, cpu_dtype)
+    options = _BlockOptions(scale, softcap, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
         dq, dk, dv = _block_backward(operands, lse, blocks[0], options)
         return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
@@ -575,6 +579,7 @@ def _mask(block: AttentionBlock, options: _BlockOptions) -> Mask:
     return Mask(
         causal=block.causal,
         window=window,
+        softcap=options.softcap,
         query_start=block.q_row_start - sample_start,
         key_start=block.k_row_start - sample_start,
     )

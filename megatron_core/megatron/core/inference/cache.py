@@ -448,7 +448,7 @@ class PagedCache:
             rows = rows.windowed
         pages, options = self._kv_pages[layer], {"batch": rows.batch, "scale": core.scale}
         assert pages is not None
-        options |= {"window": core.window, "sinks": sinks}
+        options |= {"softcap": core.softcap, "window": core.window, "sinks": sinks}
         # Batch invariance needs the tiled kernel: its reduction order is independent of the batch.
         if core.backend.batch_invariant:
             (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)

@@ -243,7 +243,9 @@ class GPTModel(StoreModule):
         elif is_last_chunk:
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
-            self._head = VocabParallelHead(top, multiplier=config.multipliers.logits, **ends)
+            factors = config.multipliers
+            bounds = {"multiplier": factors.logits, "softcap": factors.logits_softcap}
+            self._head = VocabParallelHead(top, **bounds, **ends)
             if config.mtp is not None:
                 self.multi_token = MultiTokenPrediction(
                     config,
@@ -733,6 +735,7 @@ class MultiTokenPrediction(nn.Module):
         self.factor = config.mtp.loss_factor / config.mtp.num_layers
         vocab_arguments = {"store": build.store, "region": build.region, "init": build.init}
         factors = config.multipliers
+        bounds = {"multiplier": factors.logits, "softcap": factors.logits_softcap}
         self.layers = nn.ModuleList()
         for k in range(config.mtp.num_layers):
             # Every MTP layer shares both weights with the main model, so they are declared outside
@@ -740,7 +743,7 @@ class MultiTokenPrediction(nn.Module):
             layer_embedding = VocabParallelEmbedding(
                 embedding, multiplier=factors.embedding_in(build.store.dtype), **vocab_arguments
             )
-            layer_head = VocabParallelHead(head, multiplier=factors.logits, **vocab_arguments)
+            layer_head = VocabParallelHead(head, **bounds, **vocab_arguments)
             with build.store.unit(f"mtp.{k}"):
                 layer = MultiTokenPredictionLayer(
                     f"mtp.{k}",

@@ -73,27 +73,31 @@ class MTPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers:
-    """Factors on activations, applied at run time and never folded into weights.
+    """Factors on activations, applied at run time and never folded into weights, and the soft cap
+    of the logits.
 
     Args:
         embedding: factor on the token embeddings.
         rounds_embedding: round this factor to the dtype of the weights, as Gemma does.
         residual: factor on the output of each block before it is added to the stream.
         logits: factor on the logits.
+        logits_softcap: bound c of the logits x, which become c tanh(x / c) after the factor; None
+            for none.
     """
 
     embedding: float = 1.0
     rounds_embedding: bool = False
     residual: float = 1.0
     logits: float = 1.0
+    logits_softcap: float | None = None
 
     def problems(self) -> list[str]:
-        """Return a message for each factor that is not positive."""
-        names = ("embedding", "residual", "logits")
+        """Return a message for each number that is not positive."""
+        names = ("embedding", "residual", "logits", "logits_softcap")
         return [
-            f"multipliers.{name} is {vars(self)[name]}: use a positive number"
+            f"multipliers.{name} is {value}: use a positive number"
             for name in names
-            if not 0.0 < vars(self)[name] < math.inf
+            if (value := vars(self)[name]) is not None and not 0.0 < value < math.inf
         ]
 
     def embedding_in(self, dtype: torch.dtype) -> float:

@@ -42,6 +42,7 @@ def tiled_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
     **unsupported: object,
@@ -51,7 +52,7 @@ def tiled_attention(
     Args:
         query: [s, b, n, d].
         key, value: [s, b, g, d].
-        causal, scale, window, sinks: as in `ops.attention.attention`; causal must be True.
+        causal, scale, softcap, window, sinks: as in `ops.attention.attention`; causal must be True.
         unsupported: document ids, document starts and dropout, which must be None.
 
     Returns:
@@ -77,6 +78,7 @@ def tiled_attention(
             scale,
             window,
             sinks,
+            softcap,
         )
         for row in range(query.shape[1])
     ]
@@ -91,6 +93,7 @@ def tiled_paged_attention(
     *,
     batch: PagedBatch,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -108,7 +111,7 @@ def tiled_paged_attention(
             cache.flatten(0, 1).index_select(0, slots.view(-1)).unflatten(0, slots.shape)
             for cache in (key_cache, value_cache)
         )
-        out[tokens] = _attend(query[tokens], keys, values, masks, scale, window, sinks)[0]
+        out[tokens] = _attend(query[tokens], keys, values, masks, scale, window, sinks, softcap)[0]
     return out
 
 
@@ -177,6 +180,7 @@ def _attend(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out [q, n, d], lse [q, n]).
 
@@ -193,7 +197,7 @@ def _attend(
     for index, mask in enumerate(masks):
         tile = slice(index * KEY_TILE, (index + 1) * KEY_TILE)
         key, value = (_heads_first(x[:, tile].to(dtype)) for x in (keys, values))
-        output = _attend_tile(query, key, value, *mask)
+        output = _attend_tile(query, key, value, *mask, softcap=softcap)
         # Without a window every query attends to the first tile of its sequence.
         out, lse = output if index == 0 and window is None else _merge(out, lse, *output)
     if sinks is not None:
@@ -212,7 +216,13 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _attend_tile(
-    query: Tensor, keys: Tensor, values: Tensor, masked: Tensor, all_masked: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    masked: Tensor,
+    all_masked: Tensor | None,
+    *,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out [q, g, r, d], lse [q, g, r, 1]) over one tile of keys.
 
@@ -220,8 +230,12 @@ def _attend_tile(
         query: [q, g, r, d], scaled.
         keys, values: [q or 1, g, k, d].
         masked, all_masked: see `TileMask`.
+        softcap: of the logits before the mask.
     """
-    logits = _bmm(query, keys.mT).masked_fill(masked, -math.inf)  # [q, g, r, k]
+    logits = _bmm(query, keys.mT)  # [q, g, r, k]
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
+    logits = logits.masked_fill(masked, -math.inf)
     if all_masked is not None:
         # The softmax of a row of -inf is NaN.
         logits = logits.masked_fill(all_masked, 0.0)

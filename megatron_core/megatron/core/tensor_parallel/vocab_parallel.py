@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
 )
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.backend_choice import add_product_, apply_function
+from megatron.core.ops.backend_choice import accumulation_dtype, add_product_, apply_function
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
@@ -53,8 +53,9 @@ def vocab_parallel_cross_entropy(
     *,
     group: Group,
     vocab_size: int,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum of token_weights · nll, nll) of hidden Wᵀ.
+    """Return (sum of token_weights · nll, nll) of hidden Wᵀ, or of c tanh(hidden Wᵀ / c).
 
     Args:
         hidden: [t, h], replicated on every tp rank; its gradient is partial(tp).
@@ -63,6 +64,7 @@ def vocab_parallel_cross_entropy(
         token_weights: fp32 [t], factor on each token's loss; no gradient.
         group: the tp group.
         vocab_size: V without padding.
+        softcap: bound c of the logits; None for none.
 
     Returns:
         (loss fp32 scalar, nll fp32 [t] without gradient).
@@ -75,10 +77,24 @@ def vocab_parallel_cross_entropy(
         weight,
         targets,
         token_weights,
-        group,
-        vocab_size,
-        training,
+        _LossOptions(group, vocab_size, softcap, training),
     )
+
+
+class _LossOptions(NamedTuple):
+    """Options of `vocab_parallel_cross_entropy`, and whether gradients are needed."""
+
+    group: Group
+    vocab_size: int
+    softcap: float | None
+    training: bool
+
+
+def _cap_(logits: torch.Tensor, softcap: float, *, needs_slope: bool) -> torch.Tensor | None:
+    """Bound logits in place; return the derivative if needed."""
+    bounded = (logits.to(accumulation_dtype(logits.dtype)) / softcap).tanh_()  # in (-1, 1)
+    logits.copy_(bounded).mul_(softcap)
+    return bounded.square_().neg_().add_(1.0) if needs_slope else None
 
 
 def combine_statistics(
@@ -126,7 +142,8 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, anchor, handle, targets, token_weights, group, vocab_size, training):
+    def forward(ctx, hidden, anchor, handle, targets, token_weights, options):
+        group, vocab_size, softcap, training = options
         weight = handle.get()
         rows = weight.shape[0]
         first_token_id = group.rank * rows
@@ -151,6 +168,10 @@ class _CrossEntropy(torch.autograd.Function):
             span = slice(start, start + step)
             chunk = hidden[span].to(matrix.dtype)  # [t, h]
             logits = F.linear(chunk, matrix)  # [t, V/tp], then their gradient
+            slope = None
+            if softcap is not None:
+                needs_slope = needs_d_hidden or needs_d_weight
+                slope = _cap_(logits, softcap, needs_slope=needs_slope)
             nll[span], factor = _chunk_gradient_(
                 logits,
                 targets[span],
@@ -159,6 +180,8 @@ class _CrossEntropy(torch.autograd.Function):
                 columns=columns,
                 needs_gradient=needs_d_hidden or needs_d_weight,
             )
+            if slope is not None:
+                logits.mul_(slope)
             if d_hidden is not None:
                 product = logits.matmul(matrix)
                 d_hidden[span] = product if factor is None else product.mul_(factor)
@@ -187,7 +210,7 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.handle.accumulate_computed_grad(
                 _product(ctx.handle.shape, saved[0].detach(), saved[1:], scale)
             )
-        return d_hidden, None, None, None, None, None, None, None
+        return d_hidden, None, None, None, None, None
 
 
 def _write_scaled(
@@ -361,6 +384,7 @@ class VocabParallelHead(nn.Module):
 
     Args:
         multiplier: factor on the logits, applied to the hidden states, which are smaller.
+        softcap: bound c of the logits x, which become c tanh(x / c); None for none.
     """
 
     def __init__(
@@ -371,9 +395,10 @@ class VocabParallelHead(nn.Module):
         region: TensorParallelRegion,
         init: InitSpec,
         multiplier: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self.region, self.multiplier = region, multiplier
+        self.region, self.multiplier, self.softcap = region, multiplier, softcap
         self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
 
@@ -415,6 +440,7 @@ class VocabParallelHead(nn.Module):
             token_weights.float().reshape(-1),
             group=self.region.group,
             vocab_size=self.vocab_size,
+            softcap=self.softcap,
         )
         return loss, nll.view(targets.shape)
 
@@ -424,7 +450,8 @@ class VocabParallelHead(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return local logits [s, b, V/tp] of replicated hidden states [s, b, h]."""
-        return self.weight.linear(self._rows(hidden)).view(*hidden.shape[:2], -1)
+        logits = self.weight.linear(self._rows(hidden)).view(*hidden.shape[:2], -1)
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [s b, h], hidden states times the multiplier."""
@@ -450,7 +477,9 @@ class VocabParallelHead(nn.Module):
         is_whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
         if is_whole and hidden.dtype is torch.float32:
             self.weight.linear(self._rows(hidden), out=out.flatten(0, 1))
-            return out
+            return (
+                out if self.softcap is None else out.div_(self.softcap).tanh_().mul_(self.softcap)
+            )
         return out.copy_(self._joined(self.project(hidden), all_gather))
 
     def _joined(self, logits: torch.Tensor, all_gather: AllGather | None) -> torch.Tensor:

@@ -130,6 +130,7 @@ class CoreAttention:
         layer: the backend's attention layer, if it has one.
         context: context-parallel settings and group.
         scale: factor on the logits.
+        softcap: bound of the logits before the mask, see `ops.attention`; None for none.
         window: number of tokens that a query sees, itself and those before it; None means all.
         rate: dropout probability of an attention weight in training.
         dropout_key: dropout key of the layer, from `ops.dropout.dropout_key`.
@@ -140,6 +141,7 @@ class CoreAttention:
     layer: AttentionLayer | None
     context: ContextParallel
     scale: float
+    softcap: float | None
     window: int | None
     rate: float
     dropout_key: int
@@ -160,20 +162,29 @@ class CoreAttention:
         heads: int,
         scale: float,
         rate: float,
+        softcap: float | None = None,
         window: int | None = None,
     ) -> CoreAttention:
         """Build the core attention of the layer `name`.
 
         Args:
             heads: number of query heads of this rank, n/tp.
-            scale, rate, window: see the class.
+            scale, rate, softcap, window: see the class.
+
+        Raises:
+            ValueError: the backend's attention layer has no soft cap.
         """
         make = build.backend.attention_layer
+        if make is not None and softcap is not None:
+            raise ValueError(
+                f"this backend's attention has no soft cap {softcap} of logits: use the local one"
+            )
         return CoreAttention(
             backend=build.backend,
             layer=None if make is None else make(scale=scale, window=window),
             context=build.context,
             scale=scale,
+            softcap=softcap,
             window=window,
             rate=rate,
             dropout_key=dropout_key(build.seed, name, "attention"),
@@ -217,6 +228,7 @@ class CoreAttention:
                 layout=layout,
                 group=self.context.group,
                 scale=self.scale,
+                softcap=self.softcap,
                 window=self.window,
                 dropout=dropout,
                 cpu_dtype=self.context.cpu_dtype,
@@ -232,6 +244,7 @@ class CoreAttention:
             value,
             causal=True,
             scale=self.scale,
+            softcap=self.softcap,
             window=self.window,
             sinks=sinks,
             document_ids=layout.document_ids,
@@ -396,6 +409,7 @@ class AttentionConfig:
         rotary: whether queries and keys are rotated in a model with rotary position embedding.
         second: how attention of `W` blocks differs; None without such blocks.
         softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
+        softcap: bound c of the attention logits x, which become c tanh(x / c); None for none.
     """
 
     num_attention_heads: int
@@ -412,6 +426,7 @@ class AttentionConfig:
     rotary: bool = True
     second: WindowAttentionConfig | None = None
     softmax_scale: float | None = None
+    softcap: float | None = None
 
     @property
     def window_block(self) -> AttentionConfig:
@@ -466,6 +481,8 @@ class AttentionConfig:
             )
         if self.softmax_scale is not None and not 0.0 < self.softmax_scale < math.inf:
             problems.append(f"softmax-scale {self.softmax_scale}: use a positive number")
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
+            problems.append(f"attn-logit-softcapping {self.softcap}: use a positive number")
         if self.second is not None:
             problems += self.second.problems()
         if not problems:
@@ -577,6 +594,7 @@ class SelfAttention(Mixer):
             heads=self.heads,
             scale=config.scale,
             rate=config.dropout,
+            softcap=config.softcap,
             window=config.window,
         )
 

@@ -83,12 +83,19 @@ LATENT = LatentAttentionConfig(
 MULTIPLIERS = Multipliers(embedding=1.7, residual=0.6, logits=0.8)
 FAMILIES = {
     "gqa": gpt(
-        attention=replace(HEADS, qk_norm=True, softmax_scale=0.25),
-        multipliers=MULTIPLIERS,
+        attention=replace(HEADS, qk_norm=True, softmax_scale=0.25, softcap=1.5),
+        multipliers=replace(MULTIPLIERS, logits_softcap=3.0),
         rope=RopeConfig(query_scale_beta=0.7, query_scale_length=6),
     ),
     "window and sinks": gpt(
-        attention=replace(HEADS, window=20, sinks=True, qk_norm=True, qk_norm_scope="projection"),
+        attention=replace(
+            HEADS,
+            window=20,
+            sinks=True,
+            qk_norm=True,
+            qk_norm_scope="projection",
+            softcap=2.0,
+        ),
         norm=NormConfig(placement="post"),
         multipliers=MULTIPLIERS,
     ),

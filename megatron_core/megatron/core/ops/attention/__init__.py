@@ -23,6 +23,7 @@ def attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     document_ids: torch.Tensor | None = None,
@@ -37,6 +38,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(scale q k^T + mask) v and the log of each row's softmax denominator.
 
+    With a soft cap c, the logits before the mask are c tanh(scale q k^T / c) (Gemma 2, 2024).
     Query heads share key heads in groups of n / g (GQA; Ainslie et al., 2023). Queries and keys
     have contiguous positions; with fewer queries than keys, the queries are the last positions
     unless `query_start` is given. On a GPU, 16-bit attention uses cuDNN or FlashAttention-2
@@ -52,6 +54,7 @@ def attention(
         value: [s_k, b, g, d].
         causal: whether later keys are masked.
         scale: factor on the logits; None is 1 / sqrt(d).
+        softcap: bound of the logits' magnitude; None for none.
         window: a query at position q attends only to keys k with q - k < window.
         sinks: [n], learned logits.
         document_ids: int [s_k, b], the keys' documents; tokens attend only to their own document.
@@ -76,6 +79,7 @@ def attention(
     mask = Mask(
         causal=causal,
         window=window,
+        softcap=softcap,
         document_ids=document_ids,
         query_document_ids=query_document_ids,
         query_start=query_start,
@@ -180,7 +184,7 @@ def explain(
         features: d.
         options: features of the attention in addition to a causal mask: "a window", "documents",
             "documents known by ids alone", "queries among more keys", "rows without keys",
-            "sinks", "attention dropout".
+            "sinks", "a soft cap", "attention dropout".
 
     Raises:
         ValueError: an unknown option.
@@ -243,6 +247,10 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Ma
     if mask.window is not None and mask.window < 1:
         raise ValueError(
             f"attention: window={mask.window} must be at least 1, or None for no window"
+        )
+    if mask.softcap is not None and not mask.softcap > 0:
+        raise ValueError(
+            f"attention: softcap={mask.softcap} must be positive, or None for no bound"
         )
 
 

@@ -2,7 +2,7 @@
 """Attention in plain PyTorch, and the mask of an attention call.
 
 Plain causal or full attention on a CPU uses torch's flash kernel. All other cases (a sliding
-window, documents, dropout) loop over chunks of queries and never hold more than one
+window, documents, a soft cap, dropout) loop over chunks of queries and never hold more than one
 [b, n, chunk, s_k] matrix.
 """
 
@@ -20,7 +20,7 @@ from megatron.core.ops.dropout import AttentionDropout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """The mask of one attention call.
+    """The mask of one attention call, and the bound of the logits before it.
 
     Query i has position query_start + i, key j position key_start + j. Causality, window and
     dropout depend on positions.
@@ -28,6 +28,7 @@ class Mask:
     Args:
         causal: whether later keys are masked.
         window: a query at position q attends only to keys k with q - k < window.
+        softcap: bound c of logits x, which become c tanh(x / c); None for none.
         document_ids: int [s_k, b], the keys' documents; tokens attend only to their own document.
         query_document_ids: int [s_q, b]; None reads the keys' documents at the queries' positions.
         query_start: position of the first query; None if the queries are the last of the keys.
@@ -39,6 +40,7 @@ class Mask:
 
     causal: bool = True
     window: int | None = None
+    softcap: float | None = None
     document_ids: torch.Tensor | None = None
     query_document_ids: torch.Tensor | None = None
     query_start: int | None = None
@@ -147,6 +149,8 @@ def chunked_forward(
             continue
         chunk = _query_rows(query[slice(*rows)], keys.shape[0] // batch, dtype)  # [b*g, n/g*c, d]
         logits = torch.bmm(chunk.mul_(scale), keys[:, slice(*columns)].transpose(1, 2))
+        if mask.softcap is not None:
+            logits.div_(mask.softcap).tanh_().mul_(mask.softcap)
         weights = logits.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k], same storage
         if hidden is not None:
             weights.masked_fill_(hidden, -math.inf)
@@ -203,7 +207,7 @@ def chunked_backward(
         offset = lse[:, :, query_slice].to(dtype).reshape(*delta.shape)  # [b*g, n/g*c, 1]
         # A row without a visible key has lse -inf: any finite offset leaves its weights 0.
         offset = offset.masked_fill(offset == -math.inf, 0).neg_()
-        weights = torch.baddbmm(offset, chunk, keys[:, key_slice].transpose(1, 2))
+        weights, slope = _shifted_logits(offset, chunk, keys[:, key_slice], mask.softcap)
         # A view [b, n, c, k] of the weights.
         head_weights = weights.view(batch, heads, rows[1] - rows[0], -1)
         if hidden is not None:
@@ -218,11 +222,23 @@ def chunked_backward(
             _drop_(grad_weights.view_as(head_weights), dropout, rows, columns, starts)
         grad_values[:, key_slice].baddbmm_(dropped.transpose(1, 2), grad)
         grad_logits = grad_weights.sub_(delta).mul_(weights)
+        if slope is not None:
+            grad_logits.mul_(slope)
         grad_keys[:, key_slice].baddbmm_(grad_logits.transpose(1, 2), chunk)
         grad_rows = torch.bmm(grad_logits, keys[:, key_slice]).mul_(scale)  # [b*g, n/g*c, d]
         grad_rows = grad_rows.view(batch, heads, -1, query.shape[-1])
         grad_query[query_slice] = grad_rows.permute(2, 0, 1, 3)
     return grad_query, _by_position(grad_keys, key), _by_position(grad_values, value)
+
+
+def _shifted_logits(
+    offset: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logits plus an offset [b*g, n/g*c, 1], and the derivative of the soft cap or None."""
+    if softcap is None:
+        return torch.baddbmm(offset, queries, keys.transpose(1, 2)), None
+    bounded = torch.bmm(queries, keys.transpose(1, 2)).div_(softcap).tanh_()  # in (-1, 1)
+    return bounded.mul(softcap).add_(offset), bounded.square_().neg_().add_(1.0)
 
 
 def _chunks(
@@ -419,6 +435,7 @@ def _has_flash(
     chunks.
     """
     plain = mask.window is None and mask.document_ids is None and dropout is None
+    plain = plain and mask.softcap is None
     queries, keys = query.shape[0], key.shape[0]
     same_start = mask.query_start is None or mask.query_start == mask.key_start
     aligned = not mask.causal or (queries == keys and same_start)

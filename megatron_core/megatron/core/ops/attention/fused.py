@@ -36,7 +36,13 @@ FLASH_CAPABILITY, FLASH_FEATURES = (8, 0), 256
 FEATURES_MULTIPLE = 8
 
 #: Options that neither kernel supports, and options that only FlashAttention-2 supports.
-_UNSUPPORTED = ("sinks", "attention dropout", "documents known by ids alone", "rows without keys")
+_UNSUPPORTED = (
+    "sinks",
+    "a soft cap",
+    "attention dropout",
+    "documents known by ids alone",
+    "rows without keys",
+)
 _ONLY_FLASH = ("a window", "documents", "queries among more keys")
 OPTIONS = (*_ONLY_FLASH, *_UNSUPPORTED)
 
@@ -93,6 +99,7 @@ def options_of(
     options = {
         "rows without keys": not query.numel() or not key.numel() or has_empty_rows,
         "sinks": sinks is not None,
+        "a soft cap": mask.softcap is not None,
         "attention dropout": dropout is not None,
         "documents known by ids alone": documents and by_ids,
         "a window": mask.window is not None,
@@ -118,7 +125,7 @@ def _common_refusal(
         return f"they take no {str(dtype).removeprefix('torch.')}"
     for option in _UNSUPPORTED:
         if option in options:
-            return f"they take no {option}"
+            return f"they take no {option.removeprefix('a ')}"
     if features > FLASH_FEATURES:
         return f"heads of {features} are over {FLASH_FEATURES}"
     return "" if device_capability(device) >= FLASH_CAPABILITY else "the GPU is older than Ampere"

@@ -14,6 +14,7 @@ import triton.language as tl
 from megatron.core.ops.attention.kernels import (
     LOG2_E,
     add_dot,
+    bounded,
     dot_transposed,
     key_bounds,
     load_rows,
@@ -65,6 +66,7 @@ def add_query_gradient(
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one key tile's terms to the unscaled gradient of a query tile.
@@ -73,13 +75,18 @@ def add_query_gradient(
         lse: log-sum-exp in base 2, lse log2(e).
         documents_ptr: the keys' documents of this sample.
         factor: scale log2(e).
+        SOFTCAP: bound of the logits before the mask; 0 for none.
         MASKED: whether some pairs of the tile may be invisible.
     """
     k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
     grad_weights = dot_transposed(grad_out, v, TAIL)
-    weights = tl.exp2(logits * factor - lse[:, None])
+    if SOFTCAP > 0.0:
+        logits = bounded(logits, factor, SOFTCAP)
+        weights = tl.exp2(logits * (SOFTCAP * LOG2_E) - lse[:, None])
+    else:
+        weights = tl.exp2(logits * factor - lse[:, None])
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
@@ -99,6 +106,8 @@ def add_query_gradient(
         )
         weights = tl.where(visible, weights, 0.0)
     grad_logits = weights * (grad_weights - delta[:, None])
+    if SOFTCAP > 0.0:
+        grad_logits = grad_logits * (1.0 - logits * logits)
     return add_dot(grad, grad_logits, k, TAIL)
 
 
@@ -141,6 +150,7 @@ def query_gradient_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Compute dq = scale ds k of BLOCK_Q queries of one head over their visible keys.
 
@@ -212,6 +222,7 @@ def query_gradient_kernel(
             HAS_WINDOW,
             HAS_DOCUMENTS,
             I64,
+            SOFTCAP,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
@@ -243,6 +254,7 @@ def query_gradient_kernel(
             HAS_WINDOW,
             HAS_DOCUMENTS,
             I64,
+            SOFTCAP,
             True,
         )
     base = grad_q_ptr + (sample * heads + head) * features
@@ -282,6 +294,7 @@ def add_key_gradients(
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one query tile's terms to the gradients of a tile of keys (unscaled) and values.
@@ -291,6 +304,7 @@ def add_key_gradients(
     Args:
         documents_ptr: the queries' documents of this sample.
         factor: scale log2(e).
+        SOFTCAP: bound of the logits before the mask; 0 for none.
         MASKED: whether some pairs of the tile may be invisible.
     """
     rows = start + tl.arange(0, BLOCK_Q)
@@ -311,7 +325,11 @@ def add_key_gradients(
     )
     lse, delta = load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED)
     logits = dot_transposed(k, q, TAIL)
-    weights = tl.exp2(logits * factor - lse[None, :])
+    if SOFTCAP > 0.0:
+        logits = bounded(logits, factor, SOFTCAP)
+        weights = tl.exp2(logits * (SOFTCAP * LOG2_E) - lse[None, :])
+    else:
+        weights = tl.exp2(logits * factor - lse[None, :])
     if MASKED:
         query_documents = 0
         if HAS_DOCUMENTS:
@@ -334,6 +352,8 @@ def add_key_gradients(
     if OF_KEYS:
         grad_weights = dot_transposed(v, grad_out, TAIL)
         grad_logits = weights * (grad_weights - delta[None, :])
+        if SOFTCAP > 0.0:
+            grad_logits = grad_logits * (1.0 - logits * logits)
         grad_k = add_dot(grad_k, grad_logits, q, TAIL)
     return grad_k, grad_v
 
@@ -380,6 +400,7 @@ def key_gradient_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Compute dk, dv or both of BLOCK_K keys of one key head, over the query heads that share it.
 
@@ -447,6 +468,7 @@ def key_gradient_kernel(
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
                 I64,
+                SOFTCAP,
                 False,
             )
         for step in range(0, full_low - low + high - full_high, BLOCK_Q):
@@ -483,6 +505,7 @@ def key_gradient_kernel(
                 HAS_WINDOW,
                 HAS_DOCUMENTS,
                 I64,
+                SOFTCAP,
                 True,
             )
     base = (sample * groups + group) * features

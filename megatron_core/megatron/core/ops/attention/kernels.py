@@ -167,6 +167,12 @@ def visible_pairs(
 
 
 @triton.jit
+def bounded(products, factor, SOFTCAP: tl.constexpr):
+    """Return tanh(scale q k / SOFTCAP) from products q k and factor = scale log2(e)."""
+    return 1.0 - 2.0 / (tl.exp2(products * (factor * (2.0 / SOFTCAP))) + 1.0)
+
+
+@triton.jit
 def ordered_bounds(low, full_low, full_high, high):
     """Return low <= full_low <= full_high <= high; without full tiles, full_* both equal low."""
     full_high = tl.where(full_high > full_low, full_high, low)
@@ -344,6 +350,7 @@ def add_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Update the online softmax (maximum, denominator, acc) of a query tile with one key tile.
@@ -355,10 +362,14 @@ def add_keys(
         acc: [BLOCK_Q, FEATURES] and [BLOCK_Q, TAIL], the sum of exp2(logit - maximum) v.
         documents_ptr: the keys' documents of this sample.
         factor: scale log2(e), not negative.
+        SOFTCAP: bound of the logits before the mask; 0 for none.
         MASKED: whether some pairs of the tile may be invisible.
     """
     k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
+    if SOFTCAP > 0.0:
+        logits = bounded(logits, factor, SOFTCAP)
+        factor = SOFTCAP * LOG2_E
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
@@ -431,6 +442,7 @@ def attention_forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     I64: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Compute attention of BLOCK_Q queries of one head in one pass over their visible keys.
 
@@ -493,6 +505,7 @@ def attention_forward_kernel(
             HAS_WINDOW,
             HAS_DOCUMENTS,
             I64,
+            SOFTCAP,
             False,
         )
     for step in range(0, full_low - low + high - full_high, BLOCK_K):
@@ -523,6 +536,7 @@ def attention_forward_kernel(
             HAS_WINDOW,
             HAS_DOCUMENTS,
             I64,
+            SOFTCAP,
             True,
         )
     empty = denominator == 0.0  # no visible key: output 0, lse -inf

@@ -23,8 +23,8 @@ def attention(
         query: [s_q, b, n, d].
         key, value: [s_k, b, g, d].
         sinks: [n], extra logits without a value.
-        options: window, documents (int [s_k, b], of the keys), keep (factors [b, n, s_q, s_k] on
-            the probabilities, for dropout), query_start, key_start and query_document_ids.
+        options: softcap, window, documents (int [s_k, b], of the keys), keep (factors [b, n, s_q,
+            s_k] on the probabilities, for dropout), query_start, key_start and query_document_ids.
     """
     window, documents, keep = (options.get(name) for name in ("window", "documents", "keep"))
     queries, keys, heads = query.shape[0], key.shape[0], query.shape[2]
@@ -33,6 +33,8 @@ def attention(
     repeat = heads // key.shape[2]
     key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
     logits = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
+    if (cap := options.get("softcap")) is not None:
+        logits = cap * (logits / cap).tanh()
     q = torch.arange(queries)[:, None] + query_start
     k = torch.arange(keys) + key_start
     visible = torch.ones(logits.shape, dtype=torch.bool)

@@ -301,6 +301,7 @@ def _arguments(
     constants = {
         **masks,
         "HAS_DOCUMENTS": documents is not None,
+        "SOFTCAP": mask.softcap or 0.0,
         "I64": max(*strides, dense) * max(tile["BLOCK_Q"], tile["BLOCK_K"]) >= 1 << 31,
         **tile,
     }

@@ -39,6 +39,7 @@ def paged_attention(
     *,
     batch: PagedBatch,
     scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     implementation: str | None = None,
@@ -57,6 +58,7 @@ def paged_attention(
         value_cache: [blocks, block_size, g, d].
         batch: tokens and blocks of each row.
         scale: positive factor on the logits; None is 1 / sqrt(d).
+        softcap: bound of the logits before the mask, see `ops.attention`; None for none.
         window: a token at position q attends only to positions k with q - k < window.
         sinks: [n], extra logits with no value; part of the log-sum-exp.
         implementation: "reference", "triton" or None (by device).
@@ -78,7 +80,7 @@ def paged_attention(
         from megatron.core.ops.paged_attention import triton as kernels
 
         function = kernels.paged_attention
-    return function(query, key_cache, value_cache, batch, scale, window, sinks)
+    return function(query, key_cache, value_cache, batch, scale, window, sinks, softcap)
 
 
 def paged_latent_attention(
@@ -124,7 +126,7 @@ def paged_latent_attention(
         from megatron.core.ops.paged_attention import triton as kernels
 
         return kernels.paged_latent_attention(query, latent_cache, batch, scale, value_features)
-    out, _ = cpu.paged_attention(query, caches, caches, batch, scale, None, None)
+    out, _ = cpu.paged_attention(query, caches, caches, batch, scale, None, None, None)
     return out[..., :value_features]
 
 
@@ -136,6 +138,7 @@ def write_and_attend(
     batch: PagedBatch,
     slot_mapping: torch.Tensor,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -151,7 +154,7 @@ def write_and_attend(
         batch: tokens and blocks of each row.
         slot_mapping: int64 [t], the slot of each token; -1 writes nothing.
         scale: factor on the logits.
-        window, sinks: of `paged_attention`.
+        softcap, window, sinks: of `paged_attention`.
 
     Returns:
         [t, n, d] in query's dtype; 0 for padding.
@@ -165,7 +168,9 @@ def write_and_attend(
             f"{tuple(pages.pages.shape)}"
         )
     if query.is_cpu or choose(None, query, "write_and_attend") == "reference":
-        out = cpu.decode_step(query, key_value, pages, batch, slot_mapping, scale, window, sinks)
+        out = cpu.decode_step(
+            query, key_value, pages, batch, slot_mapping, scale, window, sinks, softcap
+        )
         if out is not None:
             return out
     (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
@@ -183,6 +188,7 @@ def write_and_attend(
         values,
         batch=batch,
         scale=scale,
+        softcap=softcap,
         window=window,
         sinks=sinks,
     )[0]
@@ -194,8 +200,8 @@ class ReplayedAttention:
     Every replay has the same tensors, whose contents change between replays.
 
     Args:
-        query, key_value, pages, batch, slot_mapping, scale, window, sinks: of `write_and_attend`,
-            on a CPU.
+        query, key_value, pages, batch, slot_mapping, scale, softcap, window, sinks: of
+            `write_and_attend`, on a CPU.
 
     Attributes:
         out: [t, n, d].
@@ -210,16 +216,17 @@ class ReplayedAttention:
         batch: PagedBatch,
         slot_mapping: torch.Tensor,
         scale: float,
+        softcap: float | None = None,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.out = torch.empty_like(query)
         self._inputs = query, key_value, pages
         self._options = {"batch": batch, "slot_mapping": slot_mapping, "scale": scale}
-        self._options |= {"window": window, "sinks": sinks}
+        self._options |= {"softcap": softcap, "window": window, "sinks": sinks}
         self._batch, self._slots, self._scale = batch, slot_mapping, scale
         self._gather = pages.pages.shape[1], window, 1, query.dtype
-        plain = sinks is None and pages.matmul_dtype == query.dtype
+        plain = sinks is softcap is None and pages.matmul_dtype == query.dtype
         self._is_row = plain and query.shape[0] == 1
         if self._is_row:
             shape = (pages.keys.shape[0], -1, query.shape[2])

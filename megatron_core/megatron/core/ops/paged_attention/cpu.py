@@ -269,6 +269,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [t, n, d], lse [t, n]); see `ops.paged_attention.paged_attention`."""
     on_cpu = query.device.type == "cpu"
@@ -287,6 +288,7 @@ def paged_attention(
             scale,
             sinks,
             dtype,
+            softcap,
         )
         if decodes_all:
             return _without_padding(batch, *out_and_lse)
@@ -316,7 +318,7 @@ def paged_attention(
             values[0] if values else keys,
             sinks,
             scale,
-            Mask(window=window),
+            Mask(window=window, softcap=softcap),
             cpu_dtype=batch.cpu_dtype,
         )
         out[tokens] = row_out[:, 0]  # [s_q, n, d]
@@ -333,6 +335,7 @@ def decode_step(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor | None:
     """Write and attend if every row has few new tokens and there is no padding, else return None.
 
@@ -344,13 +347,13 @@ def decode_step(
         return None
     rows, heads, features = query.shape
     pages.slots.index_copy_(0, slot_mapping, key_value)
-    plain, groups = dtype == query.dtype and sinks is None, pages.keys.shape[0]
+    plain, groups = dtype == query.dtype and sinks is softcap is None, pages.keys.shape[0]
     if plain and indices.slot_range is not None:
         grouped = query.view(groups, heads // groups, features)
         return attend_slot_range(grouped, pages, indices.slot_range, scale).view(query.shape)
     keys, values = _gather_slots(pages.pages, indices).split(groups, 2)  # [b, k, g, d]
     if not plain:
-        return _decode(query, keys, values, indices.mask, scale, sinks, dtype)[0]
+        return _decode(query, keys, values, indices.mask, scale, sinks, dtype, softcap)[0]
     out, _ = _FLASH(
         query.view(rows, groups, heads // groups, features),
         keys.transpose(1, 2),
@@ -385,6 +388,7 @@ def _decode(
     scale: float,
     sinks: torch.Tensor | None,
     dtype: torch.dtype,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with one query per row, [b, n, d], to keys and values [b, k, g, d], in `dtype`.
 
@@ -395,10 +399,12 @@ def _decode(
     lse_dtype = accumulation_dtype(query.dtype)
     grouped = query.reshape(rows, groups, heads // groups, features).to(dtype)
     keys, values = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)  # [b, g, k, d]
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" and softcap is None:
         out, lse = _FLASH(grouped, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     else:
         logits = (grouped * scale) @ keys.mT  # [b, g, n/g, k]
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             logits = logits + mask
         lse = logits.logsumexp(-1)

@@ -21,6 +21,7 @@ def paged_attention(
     *,
     batch: PagedBatch,
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,7 @@ def paged_attention(
         position = torch.arange(start, contexts[row], device=query.device)
         block = batch.block_table[row, position // size].long()
         keys, values = (x[block, position % size, :][:, None] for x in (key_cache, value_cache))
-        options = {"causal": True, "scale": scale, "window": window}
+        options = {"causal": True, "scale": scale, "softcap": softcap, "window": window}
         y, row_lse = naive.attention(query[begin:end, None], keys, values, sinks, **options)
         out[begin:end], lse[begin:end] = y[:, 0], row_lse[0].t()
     return out, lse

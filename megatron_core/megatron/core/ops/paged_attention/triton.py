@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.attention.kernels import bounded
 from megatron.core.ops.backend_choice import device_capability
 from megatron.core.ops.launches import STAGES, WARPS, Launches, cdiv, next_power_of_2
 from megatron.core.ops.paged_attention.cpu import PagedBatch
@@ -99,6 +100,7 @@ def attend_to_tile(
     HAS_WINDOW: tl.constexpr,
     FEATURES: tl.constexpr,
     PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Update the online softmax with the keys at positions start .. start + BLOCK - 1 of a row.
@@ -126,6 +128,9 @@ def attend_to_tile(
         value_mask = value_mask & inside[:, None]
     kt = tl.load(k_rows[None, :] + feature[:, None], mask=key_mask, other=0.0)
     products = tl.dot(q, kt, input_precision="ieee")
+    if SOFTCAP > 0.0:  # the bound of the logits before the mask
+        products = bounded(products, scale, SOFTCAP)
+        scale = SOFTCAP * LOG2_E
     if MASKED:
         visible = (columns[None, :] <= positions[:, None]) & inside[None, :]
         if HAS_WINDOW:
@@ -181,6 +186,7 @@ def paged_attention_kernel(
     QUERIES: tl.constexpr,
     FEATURES: tl.constexpr,
     PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -261,6 +267,7 @@ def paged_attention_kernel(
                 HAS_WINDOW,
                 FEATURES,
                 PAGE,
+                SOFTCAP,
                 BLOCK,
             )
         start = tl.maximum(start, full_stop)
@@ -289,6 +296,7 @@ def paged_attention_kernel(
             HAS_WINDOW,
             FEATURES,
             PAGE,
+            SOFTCAP,
             BLOCK,
         )
     empty = denominator == 0.0  # padding, or a split past the context: output 0, lse -inf
@@ -495,6 +503,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out [t, n, d], lse fp32 [t, n]); see `ops.paged_attention.paged_attention`."""
     query = _dense_features(query)
@@ -538,6 +547,7 @@ def paged_attention(
         SPLIT=splits > 1,
         RATIO=heads // groups,
         PAGE=key_cache.shape[1],
+        SOFTCAP=softcap or 0.0,
         **tile,
     )
     if splits > 1:

@@ -43,6 +43,7 @@ def describe(
             "HAS_WINDOW": masked,
             "HAS_DOCUMENTS": masked,
             "I64": False,
+            "SOFTCAP": 0.0,
             **triton.tile_shape(shapes, features, dtype, mask),
             **launch,
         },

@@ -43,6 +43,7 @@ def attention(
             "SPLIT": split,
             "RATIO": RATIO,
             "PAGE": page,
+            "SOFTCAP": 0.0,
             **tile_shape(query, ratio=RATIO, max_query=max_query),
         },
         BATCH_TYPES

@@ -23,8 +23,8 @@ PROCESSES = {
         97,
         78,
     ),
-    "attention": ("tests/gpu/test_attention.py", 46, 99),
-    "decoding": ("tests/gpu/test_paged_attention.py tests/gpu/test_sampling.py", 55, 27),
+    "attention": ("tests/gpu/test_attention.py", 54, 107),
+    "decoding": ("tests/gpu/test_paged_attention.py tests/gpu/test_sampling.py", 57, 29),
     "mixers": (
         "tests/gpu/test_prologue.py tests/gpu/test_gated_norm.py tests/gpu/test_decode.py"
         " tests/gpu/test_skip_connection.py",

@@ -277,8 +277,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 #: Flags that results depend on, without an equivalent: (nearest flag or "", their effect, flags).
 _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     ("swiglu", "it selects an MLP activation other than GELU, its tanh form (--openai-gelu), gated "
-     "silu (--swiglu), gated quick GELU (--quick-geglu) and squared ReLU (--squared-relu)",
-     "onnx-safe geglu reglu liglu glu-activation activation-func"),
+     "silu (--swiglu), gated GELU (--geglu, --quick-geglu) and squared ReLU (--squared-relu)",
+     "onnx-safe reglu liglu glu-activation activation-func"),
     ("load-hf", "it sets several properties of gpt-oss, which its Hugging Face folder describes",
      "enable-gpt-oss"),
     ("hybrid-layer-pattern", "it names code that builds the layers: G is a gated delta net, * "

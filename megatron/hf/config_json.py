@@ -283,7 +283,7 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
             attention.second, pattern=pattern, rope=_rope_of(config.window_rope)
         )
         attention = dataclasses.replace(attention, second=second)
-    return dataclasses.replace(attention, softmax_scale=attention.scale)
+    return dataclasses.replace(attention, softmax_scale=float(f"{attention.scale:.8g}"))
 
 
 def _multipliers_of(config: GPTConfig) -> Multipliers:

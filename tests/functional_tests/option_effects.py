@@ -107,7 +107,7 @@ plan: no-rope-freq none -> 2; glu-linear-offset 0 -> 1; activation-func-clamp-va
 plan: embedding-multiplier 1 -> 12; residual-multiplier 1 -> 0.22; softmax-scale none -> 0.125;
     logit-scale 1 -> 0.125; attn-logit-softcapping none -> 50; final-logit-softcapping none -> 30
 plan --embedding-multiplier 5.66: round-embedding-multiplier
-plan without --swiglu: quick-geglu
+plan without --swiglu: quick-geglu; geglu
 plan --qk-layernorm: qk-layernorm-scope head -> projection
 plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;

@@ -258,7 +258,7 @@ partial sums of embeddings are multiplied twice [sequence_parallel multipliers]
 the embedding of MTP layers has no multiplier [tp=1 dp=2 predictions=1 multipliers]
     models.gpt MultiTokenPrediction.__init__: factors.embedding_in(build.store.dtype) => 1.0
 the last stage multiplies its logits by the factor of blocks [tp=1 pp=2 multipliers]
-    models.gpt GPTModel._declare: config.multipliers.logits => config.multipliers.residual
+    models.gpt GPTModel._declare: "multiplier": factors.logits => "multiplier": factors.residual
 blocks of other ranks have no soft cap [tp=1 cp=2 softcaps]
     context_parallel.blockwise _mask: softcap=options.softcap => softcap=None
 the gradient of bounded logits lacks the slope of the bound [tp=1 dp=2 softcaps]

@@ -360,6 +360,34 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             **_MAMBA2,
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 12, "attention_bias": True, "rope_parameters": _YARN}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_MIX,
+            **_WHOLE,
+            "head_dim": 12,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            **_MIX,
+            **_WHOLE,
+            "head_dim": 12,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {**_FACTORS, "head_dim": 12, "mlp_bias": True, "rope_parameters": _YARN},
@@ -389,4 +417,6 @@ CLASS_NAMES: Mapping[str, str] = {"GPT2": "GPT2LMHeadModel"}
 RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid")
 
 #: Classes whose norms store the distance of the weight from one.
-ZERO_CENTERED = frozenset({"Qwen3Next", "Nemotron", "Qwen3_5", "Qwen3_5Moe"})
+ZERO_CENTERED = frozenset(
+    {"Qwen3Next", "Nemotron", "Qwen3_5", "Qwen3_5Moe", "Gemma", "Gemma2", "Gemma3"}
+)

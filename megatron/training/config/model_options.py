@@ -90,6 +90,8 @@ class ActivationOptions:
 
     quick_geglu: bool = False
     """Use a gated MLP, gate * sigmoid(1.702 gate) * up, instead of GELU."""
+    geglu: bool = False
+    """Use a gated MLP, gelu(gate) * up, with the tanh approximation of GELU, as Gemma does."""
     glu_linear_offset: Annotated[
         float,
         at("mlp.linear_offset", back=unless(0.0)),
@@ -146,15 +148,19 @@ def gate_problems(model: ModelConfig, gate: ActivationOptions) -> Iterator[str]:
         "--squared-relu": model.squared_relu,
         "--openai-gelu": model.openai_gelu,
     }
-    for flag, is_set in activations.items():
-        if gate.quick_geglu and is_set:
-            yield f"--quick-geglu and {flag} are mutually exclusive: keep one"
-    if model.swiglu or gate.quick_geglu:
+    gates = {"--quick-geglu": gate.quick_geglu, "--geglu": gate.geglu}
+    for gated, is_gated in gates.items():
+        for flag, is_set in activations.items():
+            if is_gated and is_set:
+                yield f"{gated} and {flag} are mutually exclusive: keep one"
+    if all(gates.values()):
+        yield "--quick-geglu and --geglu are mutually exclusive: keep one"
+    if model.swiglu or any(gates.values()):
         return
     if gate.glu_linear_offset or gate.activation_func_clamp_value is not None:
         yield (
-            "--glu-linear-offset and --activation-func-clamp-value need a gated MLP: add --swiglu "
-            "or --quick-geglu"
+            "--glu-linear-offset and --activation-func-clamp-value need a gated MLP: add --swiglu, "
+            "--geglu or --quick-geglu"
         )
 
 

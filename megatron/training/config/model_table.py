@@ -151,7 +151,12 @@ def _activation(flags: Flags, name: str) -> str:
 
 
 def _is_gated(flags: Flags, name: str) -> bool:
-    return flags["swiglu"] or flags["quick-geglu"]
+    return flags["swiglu"] or flags["quick-geglu"] or flags["geglu"]
+
+
+def _geglu(gated: bool, config: GPTConfig) -> Any:
+    shape = config.mlp or config.moe
+    return True if gated and shape is not None and shape.activation == "gelu" else OMITTED
 
 
 def _swiglu(gated: bool, config: GPTConfig) -> bool:
@@ -453,7 +458,11 @@ MODEL = Table(
             )
         ),
         Row("add-mlp-bias", "mlp.bias", _biased, _bias_option),
-        *(Row("swiglu", f"{section}.gated", _is_gated, _swiglu) for section in ("mlp", "moe")),
+        *(
+            Row(flag, f"{section}.gated", _is_gated, back)
+            for section in ("mlp", "moe")
+            for flag, back in (("swiglu", _swiglu), ("geglu", _geglu))
+        ),
         # Latent attention
         Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),
         # Attention

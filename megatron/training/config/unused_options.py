@@ -35,6 +35,7 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
     "attention": (),
     "activations": ("softmax_scale", "attn_logit_softcapping"),
     "position": (),
+    "rope_scaling": (),
     "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
 }
 
@@ -47,7 +48,12 @@ _BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
         "MLP",
         {
             "model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias"),
-            "activations": ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+            "activations": (
+                "quick_geglu",
+                "geglu",
+                "glu_linear_offset",
+                "activation_func_clamp_value",
+            ),
         },
     ),
 )

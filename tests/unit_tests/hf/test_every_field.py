@@ -79,6 +79,7 @@ IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     ),
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
     "glm4_moe": {"num_nextn_predict_layers": _MTP},
+    "gemma3_text": {"_sliding_window_pattern": _TYPED},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},
     "mamba2": {
         "time_step_min": _FLOOR,

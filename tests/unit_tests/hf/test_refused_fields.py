@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FIELDS = r"""
-LLAMA {"model_type": "gemma"} {"model_type": null} {"model_type": ["llama"]} {"architectures":
+LLAMA {"model_type": "gemma4"} {"model_type": null} {"model_type": ["llama"]} {"architectures":
     ["LlamaForTokenClassification"]} {"num_experts": 4} {"residual_multiplier": 0.22}
     {"foo_scale": 2.0} {"sliding_window": 16} {"layer_types": ["full_attention",
     "sliding_attention"]} {"layer_types": ["full_attention"]} {"hidden_size": "48"} {"hidden_size":

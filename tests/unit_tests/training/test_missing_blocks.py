@@ -26,6 +26,7 @@ NO_ATTENTION = """--num-attention-heads 6|--group-query-attention|--num-query-gr
 --attention-output-gate|--window-size 5|--softmax-type learnable
 --q-lora-rank 8|--kv-lora-rank 8|--mscale 2.0|--rotary-base 5000.0|--rotary-percent 0.5
 --rotary-interleaved|--rotary-seq-len-interpolation-factor 2.0|--rope-scaling-factor 4.0
+--softmax-scale 0.25|--attn-logit-softcapping 2.0
 --yarn-beta-fast 16.0|--cp-comm-type p2p|--attention-backend reference|--attention-backend triton
 --use-rope-scaling""".replace("\n", "|").split("|")
 NO_MLP = ("--swiglu", "--squared-relu", "--add-mlp-bias")

@@ -160,7 +160,7 @@ def activations(draw: st.DrawFn, *, has_ffn: bool) -> dict[str, Any]:
     """Draw the activation of MLPs and experts."""
     if not has_ffn:
         return {"gated": False, "activation": "gelu"}
-    kinds = {True: ["silu", "quick_gelu"], False: ["gelu", "gelu_tanh", "squared_relu"]}
+    kinds = {True: ["silu", "quick_gelu", "gelu"], False: ["gelu", "gelu_tanh", "squared_relu"]}
     is_gated = draw(st.booleans())
     limits = draw(GATE_LIMITS) if is_gated else {}
     return {"gated": is_gated, "activation": draw(st.sampled_from(kinds[is_gated])), **limits}

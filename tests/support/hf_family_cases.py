@@ -373,7 +373,7 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 4.0,
         },
     ),
-    "gemma3_text": (
+    "gemma3": (
         "Gemma3",
         {
             **_MIX,
@@ -381,7 +381,6 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 12,
             "sliding_window": 7,
             "query_pre_attn_scalar": 20,
-            "final_logit_softcapping": 5.0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},

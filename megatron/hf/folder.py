@@ -62,8 +62,8 @@ class HuggingFaceFolder:
         is_gguf: whether the path is a GGUF file.
         has_gguf_tokenizer: whether the GGUF file contains a supported tokenizer.
         stored_names: the name of each tensor in its file if `files` has other names; None if not.
-        num_left_out: number of tensors in the files that are not part of `files`, such as tensors of
-            the vision tower of a multimodal model.
+        num_left_out: number of tensors in the files that are not part of `files`, such as tensors
+            of the vision tower of a multimodal model.
     """
 
     path: Path

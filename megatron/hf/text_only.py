@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model of a multimodal folder, as a folder with text only.
 
-Its config.json is `text_config`, and its tensors are the tensors of the language model, under the names
-of the text-only class. The tensors of the vision tower and of the projector are left out.
+Its config.json is `text_config`, and its tensors are the tensors of the language model, under the
+names of the text-only class. The tensors of the vision tower and of the projector are left out.
 """
 
 from __future__ import annotations

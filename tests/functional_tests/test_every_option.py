@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.cli.flags import negative
 from megatron.cli.launch import Launch
 from megatron.cli.schema import Option, options
 from megatron.cli.tokenizers import train_bpe
@@ -87,7 +88,7 @@ def arguments(
 ) -> list[str]:
     """Return the command line with one of the option's two values."""
     if option.kind is bool:
-        words = [f"--{option.name}" if changed else f"--no-{option.name}"]
+        words = [f"--{option.name}" if changed else f"--{negative(option.name)}"]
     else:
         value = effect.changed if changed else effect.baseline
         words = [f"--{option.name}", *value.split()] if value else []

@@ -27,6 +27,11 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: Fields of the language model that the whole model ignores, by its model_type.
+_IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gemma3": ("final_logit_softcapping",)}
+)
+
 #: Prefixes of the language model's tensors, with the prefixes in the text-only class.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
@@ -103,6 +108,7 @@ def _text_config(fields: Fields, default_type: str) -> dict[str, Any]:
         **text_config.raw,
         **shared,
         **dict(list(dtypes.items())[-1:]),
+        **dict.fromkeys(_IGNORED_FIELDS.get(fields.raw["model_type"], ())),
         "model_type": text_type,
         "architectures": [ARCHITECTURES[text_type].class_name],
     }

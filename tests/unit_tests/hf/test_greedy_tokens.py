@@ -34,7 +34,17 @@ def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     "case",
-    ["smollm3", "cwm", "qwen3_mix", "qwen2_moe_mix", "dots1", "gpt_oss", "ministral3", "gpt2"],
+    [
+        "smollm3",
+        "cwm",
+        "qwen3_mix",
+        "qwen2_moe_mix",
+        "dots1",
+        "gpt_oss",
+        "ministral3",
+        "gpt2",
+        "gemma3",
+    ],
 )
 def test_greedy_tokens_match_transformers(case: str, tmp_path: Path) -> None:
     hf_model = make_model(case)

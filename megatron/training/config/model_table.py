@@ -160,7 +160,9 @@ def _geglu(gated: bool, config: GPTConfig) -> Any:
 
 
 def _swiglu(gated: bool, config: GPTConfig) -> bool:
-    shape = config.mlp or config.moe
+    # A GPT whose layers all have experts has the shape of an MLP that it does not use.
+    used = DENSE in config.blocks + config.mtp_blocks
+    shape = config.mlp if used or config.moe is None else config.moe
     return gated and shape is not None and shape.activation == "silu"
 
 

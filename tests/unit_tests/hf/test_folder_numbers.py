@@ -18,6 +18,7 @@ from megatron.hf import convert as converter
 from megatron.hf.config_json import function_of, read_model, write_config
 from megatron.training.checkpointing.hf_import import folder_options
 from megatron.training.config import Config
+from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from tests.support.closeness import assert_all_equal
@@ -95,6 +96,7 @@ def test_flags_of_a_folder_describe_its_model(case: str) -> None:
     required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
     options = {name: value for name, value in folder_options(model).items() if value is not None}
     run = resolve(build(Config, {**options, **required, "mock-data": True}), 1)
+    assert not check(run.config, 1)
     assert function_of(gpt_config(run.config, VOCABULARY)) == function_of(model.config)
 
 

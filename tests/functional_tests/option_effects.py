@@ -133,6 +133,7 @@ plan MOE: moe-layer-freq 1 -> 2; moe-ffn-hidden-size none -> 40; moe-router-topk
 plan MOE --moe-router-group-topk 2: moe-router-num-groups 2 -> 4
 plan GROUPS: moe-router-group-topk 1 -> 2
 plan GROUPS --moe-router-group-topk 1: moe-router-group-candidates none -> 1
+plan MOE: moe-norm-min 0 -> 0.5
 plan MOE --moe-router-enable-expert-bias: moe-router-bias-update-rate 0.001 -> 0.01
 plan MOE --moe-aux-loss-coeff 0.01: moe-router-load-balancing-type aux_loss -> seq_aux_loss
 plan MOE --moe-expert-capacity-factor 1: moe-token-drop-policy probs -> position

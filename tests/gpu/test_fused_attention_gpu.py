@@ -361,8 +361,8 @@ def test_layers_pass_document_boundaries_to_attention():
     backend = SimpleNamespace(attention=recorded, batch_invariant=False)
     context = SimpleNamespace(group=Group.single("cp"))
     layer = CoreAttention(
-        backend=backend, layer=None, context=context, scale=1.0, window=None, rate=0.0,
-        dropout_key=0, head_offset=0,
+        backend=backend, layer=None, context=context, scale=1.0, softcap=None, window=None,
+        rate=0.0, dropout_key=0, head_offset=0,
     )  # fmt: skip
     sharding, ids = SequenceSharding.of(LENGTH, 1), document_ids().t()
     packed_layout = SequenceLayout.make(

@@ -117,6 +117,7 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "moe_num_experts": 7,
             "moe_k": 3,
+            "moe_norm_min": 0.8,
             "moe_intermediate_size": 22,
             "moe_layer_interval": 2,
         },

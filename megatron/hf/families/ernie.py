@@ -60,9 +60,14 @@ def _interval(config: GPTConfig, _: GPTConfig) -> int:
     return with_experts[0] + 1 if with_experts else 1
 
 
-def _least_sum(fields: ModelFields, name: str) -> None:
-    if fields.number(name, _LEAST_SUM) > _LEAST_SUM:
-        fields.refuse(name, f"supported is at most {_LEAST_SUM:g}")
+def _norm_min(fields: ModelFields, name: str) -> float:
+    """Return the lower bound of the sum of the chosen scores, 0 if it has no effect."""
+    least_sum = fields.number(name, _LEAST_SUM)
+    return least_sum if least_sum > _LEAST_SUM else 0.0
+
+
+def _write_norm_min(norm_min: float, _: GPTConfig) -> float:
+    return norm_min or _LEAST_SUM
 
 
 _STATICS = EXPERT_BIAS._replace(
@@ -99,7 +104,7 @@ ERNIE4_5_MOE = Architecture(
         Row("moe_layer_start_index", "", read.unread, _start_index),
         Row("moe_layer_end_index", "", read.unread, _end_index),
         Row("moe_layer_interval", "", read.unread, _interval),
-        Row("moe_norm_min", "moe.", _least_sum, constant(_LEAST_SUM)),
+        Row("moe_norm_min", "router.norm_min", _norm_min, _write_norm_min),
     ),
     read_blocks=layer_types.layers(_interval_layers),
     check=layer_types.refuse_windows,

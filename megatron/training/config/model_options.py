@@ -109,6 +109,9 @@ class ActivationOptions:
     """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
     layernorm_bias: Annotated[bool, at("norm.bias", back=unless(True))] = True
     """Give every LayerNorm a bias."""
+    moe_norm_min: Annotated[float, at("router.norm_min", back=unless(0.0))] = 0.0
+    """Lower bound of the sum by which the scores of a token's experts are divided, as in Ernie 4.5;
+    0 = none."""
     embedding_multiplier: Annotated[float, at("multipliers.embedding", back=unless(1.0))] = 1.0
     """Multiply token embeddings by this factor, as Granite and Gemma do."""
     round_embedding_multiplier: Annotated[
@@ -135,6 +138,7 @@ class ActivationOptions:
     def __post_init__(self) -> None:
         require_all(
             lambda: positive(self, "activation_func_clamp_value"),
+            lambda: not_negative(self, "moe_norm_min"),
             lambda: positive(self, "embedding_multiplier", "residual_multiplier"),
             lambda: positive(self, "softmax_scale", "logit_scale"),
             lambda: positive(self, "attn_logit_softcapping", "final_logit_softcapping"),

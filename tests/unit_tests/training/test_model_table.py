@@ -126,10 +126,12 @@ def experts(draw: st.DrawFn, **activation: Any) -> MoEConfig:
     topk, biased = draw(st.integers(2, 4)), draw(st.booleans())
     groups = draw(st.integers(2, 4)) if limited else None
     coefficient, has_biases = draw(RATES), draw(st.booleans())
+    normalizes = draw(st.booleans())
     router = RouterConfig(
         topk=topk,
         score_function=draw(st.sampled_from(["softmax", "sigmoid"])),
-        normalize=draw(st.booleans()),
+        normalize=normalizes,
+        norm_min=draw(st.sampled_from([0.0, 0.5])) if normalizes else 0.0,
         scaling_factor=draw(st.floats(0.1, 9.0)),
         num_groups=None if groups is None else 4,
         group_topk=groups,

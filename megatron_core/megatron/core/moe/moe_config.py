@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ class RouterConfig:
             (DeepSeek-AI 2024, section 2.1.2).
         normalize: divide the scores of the chosen experts by their sum. With softmax this equals
             the softmax over the chosen logits.
+        norm_min: lower bound of that sum; 0 for none.
         scaling_factor: factor on the chosen scores, after normalization.
         num_groups, group_topk: choose only within the best `group_topk` of `num_groups` groups of
             experts (DeepSeek-AI 2024, section 2.1.2); both None disables the limit.
@@ -48,6 +50,7 @@ class RouterConfig:
     topk: int = 2
     score_function: str = "softmax"
     normalize: bool = True
+    norm_min: float = 0.0
     scaling_factor: float = 1.0
     num_groups: int | None = None
     group_topk: int | None = None
@@ -75,6 +78,10 @@ class RouterConfig:
                 problems.append(f"{name} {value!r}: use one of {', '.join(choices)}")
         if min(self.aux_loss_coeff, self.z_loss_coeff, self.bias_update_rate) < 0:
             problems.append("coefficients of auxiliary losses and rates must not be negative")
+        if not 0.0 <= self.norm_min < math.inf:
+            problems.append(f"moe-norm-min {self.norm_min} must be 0 or more")
+        if self.norm_min and not self.normalize:
+            problems.append("moe-norm-min has no effect with moe-router-pre-softmax: drop one")
         if not 0.0 <= self.jitter < 1.0:
             problems.append(f"moe-input-jitter-eps {self.jitter} must be in [0, 1)")
         return problems + self._group_problems(num_experts)

@@ -402,7 +402,9 @@ class Router(nn.Module):
         experts = choose_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]
         weights = scores.gather(1, experts)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            total = weights.sum(-1, keepdim=True)
+            total = total.clamp(min=config.norm_min) if config.norm_min else total + 1e-20
+            weights = weights / total
         if config.scaling_factor != 1.0:
             weights = weights * config.scaling_factor
         routing = Routing(experts, weights, self._keep_mask(experts, weights, share))

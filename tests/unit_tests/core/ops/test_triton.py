@@ -23,7 +23,7 @@ PROCESSES = {
         97,
         78,
     ),
-    "attention": ("tests/gpu/test_attention.py", 54, 107),
+    "attention": ("tests/gpu/test_attention.py", 51, 104),
     "decoding": ("tests/gpu/test_paged_attention.py tests/gpu/test_sampling.py", 57, 29),
     "mixers": (
         "tests/gpu/test_prologue.py tests/gpu/test_gated_norm.py tests/gpu/test_decode.py"

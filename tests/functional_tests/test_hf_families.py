@@ -62,6 +62,16 @@ def configs_are_equal(*folders: Path) -> bool:
                 "decoder.blocks.2.attention.gate.weight",
             ],
         ),
+        (
+            "gpt_oss",
+            "--expert-model-parallel-size 2",
+            True,
+            [
+                "decoder.blocks.1.moe.experts.down.bias",
+                "decoder.blocks.1.moe.router.bias",
+                "decoder.blocks.2.attention.sinks",
+            ],
+        ),
     ],
 )
 @pytest.mark.slow
@@ -69,7 +79,7 @@ def configs_are_equal(*folders: Path) -> bool:
 def test_model_round_trips_through_training(case, options, like, trained_names, tmp_path) -> None:
     folder = (
         save_folder(make_model(case, vocab_size=TRAINED_VOCABULARY), tmp_path / "made")
-        if case == "qwen3next"
+        if case in ("qwen3next", "gpt_oss")
         else folder_with_further_layers(tmp_path / "made", case)
     )
     start, saved = tmp_path / "imported", tmp_path / "saved"
@@ -109,6 +119,8 @@ def test_model_round_trips_through_training(case, options, like, trained_names, 
             f"{TENSOR} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
         ),
         ("qwen3moe-mixed-biases", TENSOR),
+        ("gpt_oss", f"{TENSOR} --use-distributed-optimizer"),
+        pytest.param("smollm3", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         (
             "deepseek-even",
             "--pipeline-model-parallel-size 2 --hybrid-layer-pattern +-+E|+E "

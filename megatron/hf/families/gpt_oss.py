@@ -80,7 +80,10 @@ GPT_OSS = Architecture(
         Row("num_experts_per_tok", "router.topk", read.count),
         Row("", "router.bias", constant(True)),
         Row("", "moe.bias", constant(True)),
-        Row("", "moe.activation", constant("quick_gelu")),
+        # A GPT has an MLP config, which flags describe, without MLPs too.
+        *(Row("", f"{section}.activation", constant("quick_gelu")) for section in ("moe", "mlp")),
+        Row("swiglu_limit", "mlp.clamp", read.number(7.0), read.unwritten),
+        Row("", "mlp.linear_offset", constant(1.0)),
         Row("swiglu_alpha", "moe.", read.must_be(1.702), constant(1.702)),
         Row("swiglu_limit", "moe.clamp", read.number(7.0)),
         Row("", "moe.linear_offset", constant(1.0)),

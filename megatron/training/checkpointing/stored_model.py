@@ -216,7 +216,16 @@ def check_stored(folder: Path, manifest: Manifest) -> str:
     return ""
 
 
-_SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")
+_SECTIONS = (
+    "model",
+    "activations",
+    "attention",
+    "position",
+    "rope_scaling",
+    "experts",
+    "hybrid",
+    "tokenizer",
+)
 #: Sections whose integers are tensor dimensions or counts of layers, heads and experts.
 _SHAPES = ("model", "attention", "experts", "hybrid", "tokenizer")
 #: Options of other sections that add weights to a model.

@@ -310,7 +310,15 @@ class _Map:
         yield from ("weight", "bias") if biased else ("weight",)
 
 
-_SECTIONS = ("model", "attention", "position", "experts", "tokenizer")
+_SECTIONS = (
+    "model",
+    "activations",
+    "attention",
+    "position",
+    "rope_scaling",
+    "experts",
+    "tokenizer",
+)
 
 #: Options that a run requires and a model does not depend on.
 _ANY_RUN = {"micro-batch-size": 1, "train-iters": 1, "lr": 1e-3, "mock-data": True}

@@ -11,6 +11,7 @@ from megatron.hf.families import (
     cohere,
     deepseek,
     ernie,
+    falcon,
     gemma,
     glm,
     gpt,
@@ -87,6 +88,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             gpt_oss.GPT_OSS,
             cohere.COHERE,
             cohere.COHERE2,
+            falcon.FALCON_H1,
         )
     }
 )

@@ -328,6 +328,7 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         "expert_biases": config.moe is not None and config.moe.bias,
         "router_bias": config.moe is not None and config.moe.router.bias,
         "use_bias": mamba is not None and mamba.bias,
+        "mamba_norm": mamba is not None and mamba.norm,
         "use_conv_bias": mamba is not None and mamba.conv_bias,
         "conv_bias": config.short_conv is not None and config.short_conv.bias,
         "expert_bias": config.moe is not None and config.moe.router.expert_bias,

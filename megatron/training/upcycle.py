@@ -80,6 +80,11 @@ def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
             f"{where}: its MLPs have biases, which are not copied to experts: train a model with "
             "--disable-bias-linear"
         )
+    if (dense.multipliers.mlp, dense.mlp.gate_multiplier) != (1.0, 1.0):
+        raise ValueError(
+            f"{where}: its MLPs have factors, which experts do not have: train a model without "
+            "--mlp-output-multiplier and --mlp-gate-multiplier"
+        )
     pattern = ""
     if config.moe_layer_freq is not None:
         pattern = read_frequency(config.moe_layer_freq, dense.num_layers)

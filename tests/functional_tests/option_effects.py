@@ -106,6 +106,8 @@ plan --window-size 5 --window-attn-skip-freq 2 --use-rope-scaling:
 plan: no-rope-freq none -> 2; glu-linear-offset 0 -> 1; activation-func-clamp-value none -> 7
 plan: embedding-multiplier 1 -> 12; residual-multiplier 1 -> 0.22; softmax-scale none -> 0.125;
     logit-scale 1 -> 0.125; attn-logit-softcapping none -> 50; final-logit-softcapping none -> 30
+plan: attention-output-multiplier 1 -> 0.5; mlp-output-multiplier 1 -> 0.5;
+    mlp-gate-multiplier 1 -> 0.5
 plan --embedding-multiplier 5.66: round-embedding-multiplier
 plan without --swiglu: quick-geglu; geglu
 plan --qk-layernorm: qk-layernorm-scope head -> projection
@@ -146,7 +148,8 @@ plan DELTA: linear-num-key-heads 2 -> 4; linear-num-value-heads 16 -> 32;
 plan DELTA CP world 2: linear-cp-mode auto -> segments
 plan MAMBA: mamba-num-heads none -> 6; mamba-head-dim 12 -> 24; mamba-state-dim 16 -> 32;
     mamba-num-groups 1 -> 2; mamba-norm-groups none -> 1; mamba-conv-kernel-dim 4 -> 3;
-    mamba-conv-bias; add-mamba-bias; mamba-dt-limit 0.001 -> 0.001 0.1
+    mamba-conv-bias; add-mamba-bias; mamba-dt-limit 0.001 -> 0.001 0.1; mamba-norm;
+    mamba-projection-multipliers none -> 1 2 1 1 3; mamba-output-multiplier 1 -> 0.5
 plan CONV: short-conv-kernel-dim 3 -> 4; add-short-conv-bias
 plan world 4: tensor-model-parallel-size 1 -> 2; context-parallel-size 1 -> 2
 plan world 2: tensor-parallel-num-weight-shards 1 -> 2; pipeline-model-parallel-size 1 -> 2;

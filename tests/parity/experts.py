@@ -122,7 +122,14 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
 
 #: Factors of a row with multipliers: on embeddings, outputs of blocks and logits, and on attention
 #: logits, far from 1 / sqrt(d).
-MULTIPLIERS = Multipliers(embedding=1.7, residual=1.3, logits=1.9)
+MULTIPLIERS = Multipliers(
+    embedding=1.7,
+    residual=1.3,
+    logits=1.9,
+    attention=0.6,
+    mamba=1.6,
+    mlp=0.8,
+)
 SOFTMAX_SCALE = 0.6
 
 
@@ -146,6 +153,9 @@ def plain_multipliers(row: Row) -> dict[str, float | None]:
         "softmax_scale": SOFTMAX_SCALE if row["multipliers"] else None,
         "softcap": SOFTCAP if row["softcaps"] else None,
         "final_softcap": factors.logits_softcap,
+        "attention_multiplier": factors.attention,
+        "mlp_multiplier": factors.mlp,
+        "recurrent_multiplier": factors.mamba if row["mixer"] == "mamba" else 1.0,
     }
 
 

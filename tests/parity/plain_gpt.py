@@ -33,6 +33,7 @@ class PlainGPT:
         clamp: the gate is (up + 1) g sigmoid(1.702 g) with g <= clamp and |up| <= clamp; None gates
             by silu.
         norm_placement: norms of a block: "pre" of its input, "post" of its output, "both".
+        attention_multiplier, mlp_multiplier, recurrent_multiplier: factors on outputs of mixers.
         embedding_multiplier, residual_multiplier, logit_scale: factors on embeddings, outputs of
             blocks and logits.
         softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
@@ -63,6 +64,9 @@ class PlainGPT:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
+    attention_multiplier: float = 1.0
+    mlp_multiplier: float = 1.0
+    recurrent_multiplier: float = 1.0
     softmax_scale: float | None = None
     parallel: bool = False
     softcap: float | None = None
@@ -93,7 +97,7 @@ class PlainGPT:
                 delta = self.mlp(weights, name, hidden)
             elif layer < len(self.recurrent):
                 x = self.input_norm(weights, name, hidden)
-                delta = self.recurrent[layer](weights, name, x, ids)
+                delta = self.recurrent[layer](weights, name, x, ids) * self.recurrent_multiplier
             else:
                 delta = self.attention(weights, name, hidden, ids)
             if self.norm_placement != "pre":
@@ -171,7 +175,7 @@ class PlainGPT:
         mixed = mixed.transpose(1, 2).flatten(2)
         if f"{name}.attention.gate.weight" in weights:
             mixed = mixed * self._linear(weights, f"{name}.attention.gate", x).sigmoid()
-        return self._linear(weights, f"{name}.attention.output", mixed)
+        return self._linear(weights, f"{name}.attention.output", mixed) * self.attention_multiplier
 
     def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._linear(weights, name, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -231,7 +235,7 @@ class PlainGPT:
             inner = functional.silu(self._linear(weights, f"{name}.mlp.gate", x)) * up
         else:
             inner = functional.gelu(up)
-        return self._linear(weights, f"{name}.mlp.down", inner)
+        return self._linear(weights, f"{name}.mlp.down", inner) * self.mlp_multiplier
 
 
 def _bounded(logits: torch.Tensor, cap: float | None) -> torch.Tensor:

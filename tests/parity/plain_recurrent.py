@@ -82,6 +82,7 @@ class PlainMamba:
     groups: int
     norm_groups: int
     epsilon: float
+    factors: tuple[float, ...] = (1.0,) * 5
 
     def __call__(
         self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
@@ -93,14 +94,15 @@ class PlainMamba:
         """
         name = f"{name}.mamba"
         heads_per_group = self.heads // self.groups
+        gate_factor, *input_factors, dt_factor = self.factors
         inputs, write, read = (
             convolved(
                 weights,
                 f"{name}.conv.{projection}",
-                _linear(weights, f"{name}.{projection}", x),
+                _linear(weights, f"{name}.{projection}", x) * factor,
                 ids,
             )
-            for projection in ("x", "B", "C")
+            for projection, factor in zip(("x", "B", "C"), input_factors, strict=True)
         )
         write, read = (
             t.unflatten(-1, (self.groups, self.state_channels)).repeat_interleave(
@@ -109,7 +111,8 @@ class PlainMamba:
             for t in (write, read)
         )  # [b, s, H, N]
         inputs = inputs.unflatten(-1, (self.heads, self.head_channels))
-        dt = functional.softplus(_linear(weights, f"{name}.dt", x) + weights[f"{name}.dt_bias"])
+        raw_dt = _linear(weights, f"{name}.dt", x) * dt_factor
+        dt = functional.softplus(raw_dt + weights[f"{name}.dt_bias"])
         decay = (-weights[f"{name}.A_log"].exp() * dt).exp()  # [b, s, H]
         begins = _begins(ids)
         state = x.new_zeros(x.shape[0], self.heads, self.head_channels, self.state_channels)
@@ -120,7 +123,8 @@ class PlainMamba:
             state = state + torch.einsum("bhp,bhn->bhpn", dt_x, write[:, t])
             out.append(torch.einsum("bhpn,bhn->bhp", state, read[:, t]))
         mixed = torch.stack(out, 1) + weights[f"{name}.D"][:, None] * inputs  # [b, s, H, P]
-        gated = mixed.flatten(2) * functional.silu(_linear(weights, f"{name}.gate", x))
+        gate = _linear(weights, f"{name}.gate", x) * gate_factor
+        gated = mixed.flatten(2) * functional.silu(gate)
         grouped = _unit_mean(gated.unflatten(-1, (self.norm_groups, -1)), self.epsilon)
         normed = grouped.flatten(2) * weights[f"{name}.output_norm.weight"]
         return _linear(weights, f"{name}.output", normed)

@@ -217,6 +217,8 @@ channels are convolved before they are gated [mixer=short_conv]
 parallel mixers work one after the other [tp=1 dp=2 parallel]
     models.decoder ParallelMixers.forward: mixer(hidden, layout, **context) for mixer in self.mixers
     => hidden := mixer(hidden, layout, **context) for mixer in self.mixers
+factors of a projection belong to other columns [mixer=mamba multipliers]
+    ssm.mamba2 Mamba2.__init__: zip((*factors, gate), counts => zip((gate, *factors), counts
 heads are gated by their neighbour [attention_gate]
     transformer.attention SelfAttention._gated: out * self._sigmoid(gate)
     => out * self._sigmoid(gate.roll(1, -2))

@@ -40,6 +40,9 @@ DELTA_NET = GatedDeltaNetConfig(
 )
 
 
+#: Factors on the gate, x, B, C and dt of a row with multipliers.
+PROJECTION_FACTORS = (0.7, 1.4, 0.8, 1.3, 0.6)
+
 #: Taps of a short convolution: its halo may be longer than a document.
 SHORT_CONV_WIDTH = 5
 
@@ -60,6 +63,7 @@ def mamba_config(row: Row) -> Mamba2Config:
         conv_bias=row["bias"] != "none",
         bias=row["bias"] == "all",
         norm_groups=row["norm_groups"],
+        multipliers=PROJECTION_FACTORS if row["multipliers"] else None,
     )
 
 
@@ -135,6 +139,7 @@ def plain_mixers(row: Row) -> tuple[Mixer, ...]:
             state_channels=STATE_CHANNELS,
             groups=config.num_groups,
             norm_groups=config.normed_groups,
+            factors=config.multipliers or (1.0,) * 5,
             epsilon=EPSILON,
         ),
     )

@@ -323,6 +323,26 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
         },
     ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            "num_attention_heads": 6,
+            "mamba_d_ssm": 84,
+            "mamba_n_heads": 12,
+            "mamba_d_head": 7,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 9,
+            "embedding_multiplier": 1.7,
+            "lm_head_multiplier": 1.3,
+            "mlp_multipliers": [0.7, 1.2],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.4,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 1.4, 0.8, 1.3, 0.6],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.9,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -414,7 +434,7 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 CLASS_NAMES: Mapping[str, str] = {"GPT2": "GPT2LMHeadModel"}
 
 #: Models with recurrent layers.
-RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid")
+RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid")
 
 #: Classes whose norms store the distance of the weight from one.
 ZERO_CENTERED = frozenset(

@@ -76,7 +76,7 @@ def mamba_entries(inside: str, norm: Entry) -> tuple[AnyEntry, ...]:
         Entry(f"{inside}.A_log", "{block}.mamba.A_log", "N", keep_dtype=True),
         Entry(f"{inside}.dt_bias", "{block}.mamba.dt_bias", "N", keep_dtype=True),
         Entry(f"{inside}.D", "{block}.mamba.D", "N", keep_dtype=True),
-        Entry(f"{inside}.norm.weight", "{block}.mamba.output_norm.weight", "I"),
+        Entry(f"{inside}.norm.weight", "{block}.mamba.output_norm.weight", "I", when="mamba_norm"),
         Entry(f"{inside}.out_proj.weight", "{block}.mamba.output.weight", "hI", "use_bias"),
     )
 
@@ -326,7 +326,7 @@ BAMBA_MIXER = (
     Row("mamba_proj_bias", "mamba.bias", read.flag(False)),
     Row("time_step_limit", "mamba.dt_limit", read.dt_limits, read.write_dt_limits),
 )
-_BAMBA_MLP = tuple(
+BAMBA_MLP = tuple(
     entry._replace(
         hf_name=entry.hf_name.replace(".mlp.", ".feed_forward.").replace(
             "post_attention_layernorm", "pre_ff_layernorm"
@@ -341,7 +341,7 @@ BAMBA = Architecture(
     blocks={
         ATTENTION: ATTENTION_ENTRIES,
         MAMBA: mamba_entries(f"{LAYER}.mamba", MIXER_NORM),
-        DENSE: _BAMBA_MLP,
+        DENSE: BAMBA_MLP,
     },
     ends=(EMBEDDING, FINAL_NORM._replace(hf_name="model.final_layernorm.weight"), HEAD),
     rows=(

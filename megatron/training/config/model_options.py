@@ -121,6 +121,16 @@ class ActivationOptions:
     residual_multiplier: Annotated[float, at("multipliers.residual", back=unless(1.0))] = 1.0
     """Multiply the output of each block by this factor before it is added to the residual
     stream."""
+    attention_output_multiplier: Annotated[float, at("multipliers.attention", back=unless(1.0))] = (
+        1.0
+    )
+    """Multiply the output of attention by this factor, as Falcon-H1 does."""
+    mamba_output_multiplier: Annotated[float, at("multipliers.mamba", back=unless(1.0))] = 1.0
+    """Multiply the output of Mamba-2 blocks by this factor, as Falcon-H1 does."""
+    mlp_output_multiplier: Annotated[float, at("multipliers.mlp", back=unless(1.0))] = 1.0
+    """Multiply the output of MLPs by this factor, as Falcon-H1 does."""
+    mlp_gate_multiplier: Annotated[float, at("mlp.gate_multiplier", back=unless(1.0))] = 1.0
+    """Multiply the gate of an MLP by this factor before its activation, as Falcon-H1 does."""
     softmax_scale: Annotated[float | None, at("attention.softmax_scale", back=unless(None))] = None
     """Factor on the attention logits; derived: 1 / sqrt(features per head)."""
     attn_logit_softcapping: Annotated[float | None, at("attention.softcap", back=unless(None))] = (
@@ -142,6 +152,8 @@ class ActivationOptions:
             lambda: positive(self, "embedding_multiplier", "residual_multiplier"),
             lambda: positive(self, "softmax_scale", "logit_scale"),
             lambda: positive(self, "attn_logit_softcapping", "final_logit_softcapping"),
+            lambda: positive(self, "attention_output_multiplier", "mamba_output_multiplier"),
+            lambda: positive(self, "mlp_output_multiplier", "mlp_gate_multiplier"),
         )
 
 
@@ -292,6 +304,13 @@ class HybridConfig:
     """Add a bias to both projections of a Mamba-2 block."""
     mamba_dt_limit: tuple[float, ...] | None = None
     """MIN [MAX]: bounds of the Mamba-2 time step dt; derived: 0 and none."""
+    mamba_norm: Annotated[bool, at("mamba.norm")] = True
+    """Normalise the gated output of a Mamba-2 block."""
+    mamba_projection_multipliers: Annotated[
+        tuple[float, ...] | None, at("mamba.multipliers", back=unless(None))
+    ] = None
+    """Multiply the projected gate, x, B, C and dt of a Mamba-2 block by these five factors, as
+    Falcon-H1 does; derived: 1."""
     short_conv_kernel_dim: Annotated[int, at("short_conv.conv_width")] = 3
     """Kernel width of a short convolution block, in tokens."""
     add_short_conv_bias: Annotated[bool, at("short_conv.bias")] = False

@@ -110,6 +110,13 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.activations, "round_embedding_", scaled, "--embedding-multiplier"
     layer_norm = config.model.normalization == "LayerNorm"
     yield config.activations, "layernorm_bias", layer_norm, "--normalization LayerNorm"
+    has_mlp = "-" in (config.hybrid.hybrid_layer_pattern or "-")
+    yield config.activations, "mlp_output_", has_mlp, "- in --hybrid-layer-pattern"
+    gates = config.model.swiglu, config.activations.geglu, config.activations.quick_geglu
+    gated = has_mlp and any(gates)
+    yield config.activations, "mlp_gate_", gated, "--swiglu, --geglu or --quick-geglu"
+    attends = has_attention(config)
+    yield config.activations, "attention_output_", attends, "attention in --hybrid-layer-pattern"
     is_16_bit = config.training.bf16 or config.training.fp16
     yield config.execution, "cpu_matmul_", is_16_bit, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None
@@ -191,6 +198,7 @@ def _recurrent_dependents(config: Config) -> Iterator[tuple[object, str, bool, s
     yield hybrid, "linear_", delta_nets, f"G in {flag}"
     for start in ("mamba_", "add_mamba_"):
         yield hybrid, start, mamba, f"M in {flag}"
+    yield config.activations, "mamba_output_", mamba, f"M in {flag}"
     for start in ("short_conv_", "add_short_conv_"):
         yield hybrid, start, convs, f"C in {flag}"
     yield parallel, "linear_cp_", delta_nets or mamba, f"G or M in {flag}"

@@ -81,6 +81,10 @@ IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     "glm4_moe": {"num_nextn_predict_layers": _MTP},
     "gemma3_text": {"_sliding_window_pattern": _TYPED},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},
+    "falcon_h1": {
+        "mamba_expand": "mamba_d_ssm, which is present, gives the width",
+        "mamba_norm_before_gate": "mamba_rms_norm is false: there is no norm",
+    },
     "mamba2": {
         "time_step_min": _FLOOR,
         **dict.fromkeys(("rms_norm_eps", "intermediate_size", "num_key_value_heads"), _SHAPE),

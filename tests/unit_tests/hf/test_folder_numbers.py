@@ -86,7 +86,11 @@ def test_logits_match_and_import_then_export_is_identity(case: str, tmp_path: Pa
     loaded = load_folder(tmp_path / "anew")
     assert type(loaded).__name__ == EQUIVALENT_CLASS.get(case, type(hf_model).__name__)
     with one_thread(), torch.no_grad():
-        assert torch.equal(loaded(TOKENS, use_cache=False).logits, expected)
+        logits = loaded(TOKENS, use_cache=False).logits
+    if case == "falcon_h1":  # products of its factors are written as one factor
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    else:
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("case", sorted(ALL_CASES))

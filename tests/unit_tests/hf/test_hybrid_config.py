@@ -43,6 +43,14 @@ NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 2.5, "time_step_limit": [0.0, math.inf], "time_step_min": 0.001,
     "num_nextn_predict_layers": 0, "max_position_embeddings": 128,
 }  # fmt: skip
+FALCON_H1: dict[str, Any] = {
+    "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "vocab_size": 61,
+    "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "mamba_d_ssm": 84, "mamba_n_heads": 12, "mamba_d_head": 7,
+    "mamba_n_groups": 3, "mamba_d_state": 9, "ssm_multipliers": [0.5, 1.0, 1.0, 1.0, 2.0],
+    "ssm_in_multiplier": 2.0, "key_multiplier": 0.5, "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 3.0, "mlp_multipliers": [0.5, 0.25], "rms_norm_eps": 1e-5,
+}  # fmt: skip
 LFM2: dict[str, Any] = {
     "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": 61,
     "hidden_size": 48, "block_ff_dim": 60, "block_multiple_of": 16, "num_hidden_layers": 3,
@@ -101,6 +109,16 @@ def test_hybrid_config_json_is_read():
     steps = [0.1, {"__float__": "Infinity"}]
     assert config_of(NEMOTRON_H, time_step_limit=steps).mamba.dt_limit == (0.1, math.inf)
 
+    model = config_of(FALCON_H1)
+    assert (model.pattern, model.num_layers, model.blocks) == ("(M*)-(M*)-", 6, "M*-M*-")
+    assert (model.mamba.head_channels, model.mamba.norm) == (7, False)
+    assert model.mamba.multipliers == (1.0, 2.0, 2.0, 2.0, 4.0)
+    assert model.attention.scale == 0.5 * 2.0**2 / math.sqrt(8)
+    assert (model.multipliers.attention, model.multipliers.mlp) == (6.0, 0.25)
+    assert model.mlp.gate_multiplier == 0.5
+    normed = config_of(FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False)
+    assert normed.mamba.norm
+
     model = config_of(LFM2)
     assert (model.pattern, model.tied, model.rope.base) == ("C-*-C-", True, 1e6)
     assert (model.short_conv.conv_width, model.short_conv.bias) == (3, False)
@@ -131,7 +149,7 @@ def test_hybrids_that_transformers_lacks_are_refused():
 @st.composite
 def hybrids(draw: st.DrawFn) -> GPTConfig:
     """Draw a variation of a small Qwen3-Next, Mamba-2, Nemotron-H or LFM2 model."""
-    fields = [QWEN3_NEXT, MAMBA2, NEMOTRON_H, LFM2, LFM2_MOE]
+    fields = [QWEN3_NEXT, MAMBA2, NEMOTRON_H, LFM2, LFM2_MOE, FALCON_H1]
     model = config_of(draw(st.sampled_from(fields)))
     sizes, norm = st.integers(1, 99), replace(model.norm, epsilon=draw(st.floats(1e-9, 1e-2)))
     delta_net, mamba, moe, attention = model.delta_net, model.mamba, model.moe, model.attention

@@ -106,6 +106,11 @@ COHERE {"use_qk_norm": true} {"layer_types": ["full_attention", "sliding_attenti
     {"logit_scale": 0} {"sliding_window": 9}
 COHERE2 {"layer_types": ["full_attention", "full_attention"]} {"sliding_window": null}
     {"sliding_window_pattern": 0} {"head_dim": 9} {"logit_scale": "1"}
+FALCON_H1 {"projectors_bias": true} {"layers_block_type": ["mamba"]}
+    {"mamba_d_head": 8} {"mamba_d_ssm": 0} {"ssm_multipliers": [1.0]} {"mlp_multipliers": [0, 1]}
+    {"mlp_multipliers": "1"} {"attention_bias": true, "attention_in_multiplier": 0.5}
+    {"mamba_proj_bias": true, "projectors_bias": true, "ssm_in_multiplier": 0.5}
+    {"key_multiplier": -1} {"sliding_window": 4}
 LFM2 {"full_attn_idxs": 1} {"full_attn_idxs": ["1"]} {"layer_types": ["conv", "conv", "conv"],
     "full_attn_idxs": [1]} {"layer_types": ["conv"]} {"intermediate_size": 61}
     {"tie_word_embeddings": false} {"block_ffn_dim_multiplier": 1e300} {"block_multiple_of": 0}
@@ -144,6 +149,7 @@ SMOLLM3 {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "use_sliding_windo
 MIXTRAL {"num_experts_per_tok": 9} -> moe-router-topk 9 must be in 1
 MIXTRAL {"num_local_experts": 1073741824} -> with 3 layers that is more than 262144 in total
 DEEPSEEK {"num_attention_heads": 1073741824} -> with 3 layers that is more than 262144 in total
+FALCON_H1 {"mamba_rms_norm": true} -> mamba_norm_before_gate is absent
 DEEPSEEK {"n_group": 3} -> moe-router-num-groups 3 must divide
 DEEPSEEK {"n_group": 8} -> 2 candidates of a group of 1
 DEEPSEEK {"topk_group": 5} -> moe-router-group-topk 5 of 4

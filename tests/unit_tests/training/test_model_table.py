@@ -17,6 +17,7 @@ from megatron.core.models import GPTConfig
 from megatron.core.models.gpt_config import MTPConfig, Multipliers
 from megatron.core.models.layer_pattern import (
     ATTENTION,
+    ATTENTIONS,
     DELTA_NET,
     DENSE,
     EXPERTS,
@@ -70,6 +71,7 @@ MULTIPLIERS = st.sampled_from(
         Multipliers(),
         Multipliers(embedding=12.0, residual=0.22, logits=0.125),
         Multipliers(embedding=5.5, rounds_embedding=True, logits_softcap=30.0),
+        Multipliers(attention=0.5, mamba=2.0, mlp=0.25),
     ]
 )
 MAMBAS = st.builds(
@@ -83,6 +85,8 @@ MAMBAS = st.builds(
     bias=st.booleans(),
     norm_groups=st.sampled_from([1, 4, 6]),
     dt_limit=st.sampled_from([(0.0, math.inf), (0.1, math.inf), (0.0, 0.5)]),
+    norm=st.booleans(),
+    multipliers=st.sampled_from([None, (0.5, 1.0, 2.0, 1.0, 3.0)]),
 )
 SHORT_CONVS = st.builds(ShortConvConfig, conv_width=st.integers(1, 4), bias=st.booleans())
 
@@ -168,6 +172,16 @@ def activations(draw: st.DrawFn, *, has_ffn: bool) -> dict[str, Any]:
     return {"gated": is_gated, "activation": draw(st.sampled_from(kinds[is_gated])), **limits}
 
 
+def of_blocks(multipliers: Multipliers, symbols: set[str]) -> Multipliers:
+    """Return factors, 1 on the outputs of blocks that a model does not have."""
+    return dataclasses.replace(
+        multipliers,
+        attention=multipliers.attention if symbols & set(ATTENTIONS) else 1.0,
+        mamba=multipliers.mamba if MAMBA in symbols else 1.0,
+        mlp=multipliers.mlp if DENSE in symbols else 1.0,
+    )
+
+
 @st.composite
 def patterns(draw: st.DrawFn, *, latent: bool, may_have_experts: bool) -> tuple[str, str, int]:
     """Draw the pattern of a model and of its MTP layers, and the number of MTP layers."""
@@ -227,7 +241,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         if depths
         else None,
         pattern=blocks if ffn is None else "",
-        multipliers=draw(MULTIPLIERS),
+        multipliers=of_blocks(draw(MULTIPLIERS), block_types),
         max_position_embeddings=draw(st.none() | st.integers(16, 64))
         if rope is None and not (latent or depths)
         else None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -75,6 +75,7 @@ class DecoderConfig:
         norm: shape of the norm of each block and of the final norm.
         hidden_dropout: dropout probability of block outputs in training.
         residual_multiplier: factor on block outputs.
+        output_multipliers: factors on the outputs of mixers by their symbols; 1 for other symbols.
     """
 
     pattern: str
@@ -87,6 +88,7 @@ class DecoderConfig:
     short_conv: ShortConvConfig | None = None
     hidden_dropout: float = 0.0
     residual_multiplier: float = 1.0
+    output_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shapes = {name: vars(self)[name] for name in _SHAPES}
@@ -143,22 +145,24 @@ def missing_shapes(
 
 
 class ParallelMixers(Mixer):
-    """Several mixers of one input, whose outputs are summed.
+    """Several mixers of one input, whose outputs are summed, each with a factor.
 
     Args:
-        mixers: the mixers.
+        mixers: the mixers and their factors.
         region: the tensor-parallel region of the block.
     """
 
-    def __init__(self, mixers: Sequence[Mixer], region: TensorParallelRegion) -> None:
+    def __init__(self, mixers: Sequence[tuple[Mixer, float]], region: TensorParallelRegion) -> None:
         super().__init__()
-        self.mixers, self.region = nn.ModuleList(mixers), region
+        self.mixers = nn.ModuleList(mixer for mixer, _ in mixers)
+        self.factors, self.region = [factor for _, factor in mixers], region
 
     def forward(
         self, hidden: torch.Tensor, layout: SequenceLayout, **context: object
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        return sum_of([mixer(hidden, layout, **context) for mixer in self.mixers])
+        outputs = [mixer(hidden, layout, **context) for mixer in self.mixers]
+        return weighted_sum(outputs, self.factors)
 
     def decode(
         self, x: torch.Tensor, layout: SequenceLayout, **context: object
@@ -167,23 +171,28 @@ class ParallelMixers(Mixer):
         summed before they are reduced over tp."""
         if self.region.scatters:
             return self(x.unsqueeze(1), layout, **context).squeeze(1), None
-        group, partial_sums, outputs = self.region.group, [], []
-        for mixer in self.mixers:
+        group = self.region.group
+        partial_sums: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        for mixer, factor in zip(self.mixers, self.factors, strict=True):
             assert isinstance(mixer, Mixer)
             out, linear = mixer.decode(x.clone(), layout, **context)  # it may overwrite its input
             if linear is None:
-                outputs.append(out)
+                outputs.append(weighted_sum([out], [factor]))
             else:
                 bias = linear.bias if group.rank == 0 else None
-                partial_sums.append(linear.weight.linear(out, bias))
+                product = linear.weight.linear(out, bias)
+                partial_sums.append(weighted_sum([product], [factor]))
         if partial_sums:
-            outputs.append(all_reduce(sum_of(partial_sums), group))
-        return sum_of(outputs), None
+            outputs.append(all_reduce(functools.reduce(torch.add, partial_sums), group))
+        return functools.reduce(torch.add, outputs), None
 
 
-def sum_of(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors of one shape."""
-    return functools.reduce(torch.add, terms)
+def weighted_sum(terms: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    """Return the sum of tensors of one shape, each times its factor."""
+    pairs = zip(terms, factors, strict=True)
+    scaled = (term if factor == 1.0 else term * factor for term, factor in pairs)
+    return functools.reduce(torch.add, scaled)
 
 
 class HiddenDropout(nn.Module):
@@ -372,7 +381,10 @@ class Decoder(nn.Module):
 
         norm = norm_of("norm", "pre")
         mixers = [self._mixer(symbol, prefix=name, build=build) for name, symbol in symbols.items()]
-        mixer = mixers[0] if len(mixers) == 1 else ParallelMixers(mixers, build.region)
+        factors = [config.output_multipliers.get(symbol, 1.0) for symbol in symbols.values()]
+        mixer = mixers[0]
+        if factors != [1.0]:
+            mixer = ParallelMixers(list(zip(mixers, factors, strict=True)), build.region)
         post_norm = norm_of("post_norm", "post")
         drop = HiddenDropout.create(prefix, config.hidden_dropout, build=build)
         # The block's weights were declared last. Scanning all weights would be quadratic in depth.

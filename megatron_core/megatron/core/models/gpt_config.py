@@ -19,10 +19,12 @@ import torch
 from megatron.core.models.decoder import DecoderConfig, missing_shapes
 from megatron.core.models.layer_pattern import (
     ATTENTION,
+    ATTENTIONS,
     DENSE,
     EXPERTS,
     GROUP_START,
     LATENT,
+    MAMBA,
     WINDOW,
     symbol_problems,
     symbols_of,
@@ -83,6 +85,8 @@ class Multipliers:
         logits: factor on the logits.
         logits_softcap: bound c of the logits x, which become c tanh(x / c) after the factor; None
             for none.
+        attention, mamba, mlp: factors on the outputs of attention, Mamba-2 and MLPs, before the sum
+            of parallel blocks and a norm of the output.
     """
 
     embedding: float = 1.0
@@ -90,10 +94,19 @@ class Multipliers:
     residual: float = 1.0
     logits: float = 1.0
     logits_softcap: float | None = None
+    attention: float = 1.0
+    mamba: float = 1.0
+    mlp: float = 1.0
+
+    @property
+    def outputs(self) -> dict[str, float]:
+        """Factors on the outputs of mixers by their symbols; 1 for other symbols."""
+        factors = dict.fromkeys(ATTENTIONS, self.attention)
+        return {**factors, MAMBA: self.mamba, DENSE: self.mlp}
 
     def problems(self) -> list[str]:
         """Return a message for each number that is not positive."""
-        names = ("embedding", "residual", "logits", "logits_softcap")
+        names = ("embedding", "residual", "logits", "logits_softcap", "attention", "mamba", "mlp")
         return [
             f"multipliers.{name} is {value}: use a positive number"
             for name in names
@@ -381,6 +394,7 @@ class GPTConfig:
             norm=self.norm,
             hidden_dropout=self.hidden_dropout,
             residual_multiplier=self.multipliers.residual,
+            output_multipliers=self.multipliers.outputs,
             **self._shapes,
         )
 
@@ -436,6 +450,8 @@ class GPTConfig:
         if fields["mamba"] is not None:
             limits = fields["mamba"]["dt_limit"]
             fields["mamba"]["dt_limit"] = [x if math.isfinite(x) else None for x in limits]
+            if fields["mamba"]["multipliers"] is not None:
+                fields["mamba"]["multipliers"] = list(fields["mamba"]["multipliers"])
         return fields
 
     @staticmethod
@@ -504,8 +520,12 @@ def _rope(values: Mapping[str, Any]) -> RopeConfig:
 
 def _mamba(data: Mapping[str, Any]) -> Mamba2Config:
     """Restore the shape of Mamba-2 from `to_json`."""
-    low, high = data["dt_limit"]
-    return Mamba2Config(**{**data, "dt_limit": (low, math.inf if high is None else high)})
+    (low, high), multipliers = data["dt_limit"], data.get("multipliers")
+    restored = {
+        "dt_limit": (low, math.inf if high is None else high),
+        "multipliers": None if multipliers is None else tuple(multipliers),
+    }
+    return Mamba2Config(**{**data, **restored})
 
 
 #: Token mixers of four layers of Qwen3-Next: three gated delta nets, one attention.

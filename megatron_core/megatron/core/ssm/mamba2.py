@@ -36,6 +36,7 @@ from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
 from megatron.core.ssm.mixer import LinearRecurrentMixer, RecurrentCache, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config, linear_shape
 from megatron.core.transformer.norm import NormConfig
+from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Shard, WeightSharding
 
 #: Initial steps dt are log-uniform between these.
@@ -98,10 +99,19 @@ class Mamba2(LinearRecurrentMixer):
         self.dt_bias = self.declare_per_head("dt_bias", heads, InitSpec.step_bias(*INITIAL_DT))
         ones_init = InitSpec.constant(1.0)
         self.skip = self.declare_per_head("D", heads, ones_init)
-        norm_sharding = WeightSharding.of(
-            f"{name}.output_norm.weight", (inner,), Shard(axis="tp", dim=0), weight_decay=False
-        )
-        self.norm_weight = build.store.declare(norm_sharding, ones_init)
+        self.norm_weight: WeightHandle | None = None
+        if config.norm:
+            norm_sharding = WeightSharding.of(
+                f"{name}.output_norm.weight", (inner,), Shard(axis="tp", dim=0), weight_decay=False
+            )
+            self.norm_weight = build.store.declare(norm_sharding, ones_init)
+        if config.multipliers is not None:
+            gate, *factors = config.multipliers
+            values, state = heads_per_unit * config.head_channels, config.state_channels
+            counts = [values, state, state, heads_per_unit, values]
+            pairs = zip((*factors, gate), counts, strict=True)
+            columns = [factor for factor, count in pairs for _ in range(count)]
+            self.column_factors = torch.tensor(columns, device=build.store.device)
         self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)
 
     def norm_and_gate(
@@ -109,6 +119,9 @@ class Mamba2(LinearRecurrentMixer):
     ) -> torch.Tensor:
         """Return [s, b, H P], see `RecurrentMixer.norm_and_gate`."""
         gate, gradient = slice_of(gate)
+        if self.norm_weight is None:
+            outputs = out.joined().flatten(1) * functional.silu(gate.flatten(2).flatten(0, 1))
+            return outputs.reshape(*gate.shape[:2], -1)
         size = self._group_size
         if size is None or out.head_shards > 1 or gate.shape[-1] % size:
             flat_gate = gate.flatten(2).flatten(0, 1)
@@ -130,7 +143,7 @@ class Mamba2(LinearRecurrentMixer):
         self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
         """Return [b, H P], see `RecurrentMixer.decode_tokens`."""
-        if (size := self._group_size) is None:
+        if (size := self._group_size) is None or self.norm_weight is None:
             absent = slots < 0
             gate = gate.masked_fill(absent[:, None, None], 0)  # padding rows may be NaN
             return self._apply_norm(
@@ -147,6 +160,8 @@ class Mamba2(LinearRecurrentMixer):
 
     def _apply_norm(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm(out · SiLU(gate)) [..., d] of out and gate [..., d]."""
+        if self.norm_weight is None:
+            return out * functional.silu(gate)
         weight = self.norm_weight.read_only(torch.float32)
         if (size := self._group_size) is not None:
             return gated_rms_norm(

@@ -140,6 +140,7 @@ class RecurrentMixer(Mixer, ABC):
         input: the fused input projection; each of the u units is followed by its gates.
         output: the output projection.
         conv, conv_bias: weight and bias of the convolution; the bias may be None.
+        column_factors: factors on the columns of a unit and its gates [w + r V]; None is 1.
         token_by_token: process tokens sequentially in every call, so that the split of a row into
             calls does not change a bit.
     """
@@ -148,11 +149,12 @@ class RecurrentMixer(Mixer, ABC):
     output: nn.Module
     conv: WeightHandle
     conv_bias: WeightHandle | None
+    column_factors: torch.Tensor | None
 
     def __init__(self, name: str, *, units: int, gate_channels: int, build: LayerBuild) -> None:
         super().__init__()
         self.name, self.units, self.gate_channels = name, units, gate_channels
-        self.conv_bias = None
+        self.conv_bias = self.column_factors = None
         self.context = build.context
         self.token_by_token = build.backend.batch_invariant
         self._store, self._tp = build.store, build.region.group
@@ -251,6 +253,8 @@ class RecurrentMixer(Mixer, ABC):
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + r V]
+        if self.column_factors is not None:
+            units = units * self.column_factors.to(units)
         gates = self.gate_channels
         columns, gate = split_projection(units, [units.shape[-1] - gates, gates])
         if cache is not None:

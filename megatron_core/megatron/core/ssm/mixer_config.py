@@ -99,6 +99,8 @@ class Mamba2Config:
         conv_bias, bias: whether the convolution, and the projections, have biases.
         norm_groups: number of channel groups of the norm after the gate; None is G.
         dt_limit: [minimum, maximum] of the step dt.
+        norm: whether the gated output is normalised.
+        multipliers: factors on the projected gate, x, B, C and dt; None is 1 for all.
     """
 
     num_heads: int
@@ -110,6 +112,8 @@ class Mamba2Config:
     bias: bool = False
     norm_groups: int | None = None
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    norm: bool = True
+    multipliers: tuple[float, ...] | None = None
 
     @property
     def inner_channels(self) -> int:
@@ -140,6 +144,12 @@ class Mamba2Config:
         low, high = self.dt_limit
         if not 0.0 <= low < high:
             problems.append(f"mamba-dt-limit {low} {high}: use 0 <= least < most")
+        factors = self.multipliers or (1.0,) * 5
+        if len(factors) != 5 or not all(0.0 < factor < math.inf for factor in factors):
+            problems.append(
+                f"mamba-projection-multipliers {' '.join(map(str, factors))}: give five positive "
+                "numbers, for the gate, x, B, C and dt"
+            )
         if problems:
             return problems
         heads, groups = self.num_heads, self.num_groups

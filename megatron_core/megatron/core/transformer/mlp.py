@@ -7,6 +7,7 @@ gated: down(activation(gate(x)) · up(x)), with gate and up as one product; plai
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ class MLPConfig:
             "relu", "squared_relu" or "silu".
         bias: whether the projections have biases.
         clamp, linear_offset: of a gate, see `ops.swiglu.gated`.
+        gate_multiplier: factor on the gate before its activation.
     """
 
     ffn_hidden_size: int
@@ -38,10 +40,15 @@ class MLPConfig:
     bias: bool = False
     clamp: float | None = None
     linear_offset: float = 0.0
+    gate_multiplier: float = 1.0
 
     def problems(self, tp: int) -> list[str]:
         """Return a message for each setting that is invalid on `tp` ranks."""
         problems = activation_problems(self)
+        if not 0.0 < self.gate_multiplier < math.inf:
+            problems.append(f"mlp-gate-multiplier {self.gate_multiplier}: use a positive number")
+        if self.gate_multiplier != 1.0 and not self.gated:
+            problems.append("mlp-gate-multiplier needs a gated MLP: leave it out")
         if self.ffn_hidden_size < 1 or self.ffn_hidden_size % tp:
             problems.append(
                 f"ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
@@ -122,7 +129,7 @@ class MLP(Mixer):
 
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
-        inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
+        inner = self._scaled(self.input(hidden))  # [s, b, 2f/tp] or [s, b, f/tp]
         active = self._activate(inner, self.config.activation, **self._gate_options)
         y = self.down(active)
         if self.recomputes and torch.is_grad_enabled():
@@ -134,7 +141,15 @@ class MLP(Mixer):
         self, x: torch.Tensor, layout: SequenceLayout, **_: object
     ) -> tuple[torch.Tensor, RowParallelLinear]:
         """See `Mixer.decode`."""
-        return self.activate(self.input.weight.linear(x, self.input.bias)), self.down
+        inner = self._scaled(self.input.weight.linear(x, self.input.bias))
+        return self.activate(inner), self.down
+
+    def _scaled(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return inner [..., 2f/tp] with the factor on the gate."""
+        if self.config.gate_multiplier == 1.0:
+            return inner
+        gate, up = inner.chunk(2, dim=-1)
+        return torch.cat([gate * self.config.gate_multiplier, up], dim=-1)
 
     def activate(self, inner: torch.Tensor) -> torch.Tensor:
         """Return the activated features [..., f/tp] from inner [..., 2f/tp] ([..., f/tp] plain)."""

@@ -50,11 +50,9 @@ def _check(fields: Fields) -> None:
 
 def _head_channels(fields: ModelFields, name: str) -> int:
     """Return the channels of a head of Mamba-2."""
-    inner, heads = fields.find("mamba_d_ssm"), fields.count("mamba_n_heads")
+    inner, heads = fields.count("mamba_d_ssm"), fields.count("mamba_n_heads")
     if "mamba_d_ssm" in fields.raw and fields.raw["mamba_d_ssm"] is None:
         inner = fields.count("mamba_expand") * fields.count("hidden_size")
-    elif inner is not None:
-        inner = fields.count("mamba_d_ssm")
     head_dim = inner // heads if fields.find(name) == "auto" else fields.count(name)
     if head_dim * heads != inner:
         fields.refuse(name, f"times mamba_n_heads it must be mamba_d_ssm ({inner})")

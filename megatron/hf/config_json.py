@@ -287,7 +287,7 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
 
 
 def _multipliers_of(config: GPTConfig) -> Multipliers:
-    """Return the factors of a model, of which config.json may have the reciprocal."""
+    """Return the factors of a model, rounded: config.json may have the reciprocals."""
     factors = config.multipliers
     return dataclasses.replace(factors, logits=float(f"{factors.logits:.8g}"))
 

@@ -137,7 +137,7 @@ class RenamedTensors:
 
     def __init__(self, file: TensorFile, stored_names: Mapping[str, str]) -> None:
         self._file, self._stored_names, self.path = file, stored_names, file.path
-        self.tensors = {
+        self.tensors: Mapping[str, TensorInfo] = {
             name: file.tensors[stored]
             for name, stored in stored_names.items()
             if stored in file.tensors

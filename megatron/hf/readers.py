@@ -305,8 +305,9 @@ def scaling_number(
     def read(fields: ModelFields, name: str) -> float:
         name = name.rpartition(".")[2]
         value = fields.scaling.raw.get(name)
-        is_minimum = minimum is not None and not isinstance(value, bool) and value == minimum
-        return minimum if is_minimum else fields.scaling.number(name, default)
+        if minimum is not None and not isinstance(value, bool) and value == minimum:
+            return minimum
+        return fields.scaling.number(name, default)
 
     return read
 

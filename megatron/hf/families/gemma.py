@@ -91,7 +91,7 @@ _MLP = (
     output_norm("post_feedforward_layernorm"),
     *MLP_PROJECTIONS,
 )
-_BOTH_NORMS = (
+_INPUT_AND_OUTPUT_NORMS = (
     *_ROWS,
     Row("", "norm.placement", constant("both")),
     Row("hidden_activation", "", read.must_be("gelu_pytorch_tanh"), constant("gelu_pytorch_tanh")),
@@ -106,7 +106,7 @@ GEMMA2 = Architecture(
     blocks={ATTENTION: (*ATTENTION_ENTRIES, _POST_NORM), DENSE: _MLP},
     ends=ENDS,
     rows=(
-        *_BOTH_NORMS,
+        *_INPUT_AND_OUTPUT_NORMS,
         *rows.ROPE,
         Row("attn_logit_softcapping", "attention.softcap", _softcap),
         *attention_kinds.rows(_WINDOWS2),
@@ -162,7 +162,7 @@ GEMMA3 = dataclasses.replace(
     class_name="Gemma3ForCausalLM",
     blocks={ATTENTION: (*ATTENTION_ENTRIES, _POST_NORM, *QUERY_KEY_NORMS), DENSE: _MLP},
     rows=(
-        *_BOTH_NORMS,
+        *_INPUT_AND_OUTPUT_NORMS,
         *rows.ROPES_OF_TYPES[:-1],
         dataclasses.replace(rows.ROPES_OF_TYPES[-1], to=_local_base),
         *rows.QUERY_KEY_NORMS,

@@ -389,10 +389,8 @@ class Decoder(nn.Module):
         drop = HiddenDropout.create(prefix, config.hidden_dropout, build=build)
         # The block's weights were declared last. Scanning all weights would be quadratic in depth.
         starts = tuple(f"{name}." for name in symbols)
-        latest = takewhile(
-            lambda item: item[0].startswith(starts), reversed(build.store.handles.items())
-        )
-        handles = [handle for _, handle in latest][::-1]
+        latest = takewhile(lambda name: name.startswith(starts), reversed(build.store.handles))
+        handles = [build.store.handles[name] for name in latest][::-1]
         return DecoderBlock(
             prefix,
             norm,

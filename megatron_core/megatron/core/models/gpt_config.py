@@ -493,13 +493,13 @@ class GPTConfig:
         return config
 
 
-def _with_mtp(data: Mapping[str, Any]) -> dict[str, Any]:
+def _with_mtp(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy in which the three MTP fields of older checkpoints are one, `mtp`."""
     older = {"mtp_num_layers": "num_layers", "mtp_loss_factor": "loss_factor"}
     older["mtp_pattern"] = "pattern"
-    fields = {name: value for name, value in data.items() if name not in older}
-    if data.get("mtp_num_layers"):
-        fields["mtp"] = {older[name]: value for name, value in data.items() if name in older}
+    fields = {name: value for name, value in values.items() if name not in older}
+    if values.get("mtp_num_layers"):
+        fields["mtp"] = {older[name]: value for name, value in values.items() if name in older}
     return fields
 
 

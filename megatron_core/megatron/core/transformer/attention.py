@@ -566,11 +566,11 @@ class SelfAttention(Mixer):
         }
         if config.output_gate:
             heads_and_shards["gate"] = (n, None)
-        parts = [
+        projections = [
             (f"{name}.{projection}", heads * d, num_shards)
             for projection, (heads, num_shards) in heads_and_shards.items()
         ]
-        self.qkv = build.column_linear(f"{name}.qkv", parts, bias=config.qkv_bias)
+        self.qkv = build.column_linear(f"{name}.qkv", projections, bias=config.qkv_bias)
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -661,9 +661,10 @@ class SelfAttention(Mixer):
         mixed = mixed.view(len(x), -1, self.config.kv_channels)  # [t, (n + 2g)/tp, d]
         query, key_value, *gates = mixed.split([n, 2 * g, n][: 2 + self.config.output_gate], dim=1)
         if self.query_key_norm is not None:
-            both = query, key_value[:, :g]
-            for heads, normed in zip(both, self.query_key_norm(*both), strict=True):
-                heads.copy_(normed)
+            key = key_value[:, :g]
+            normed_query, normed_key = self.query_key_norm(query, key)
+            query.copy_(normed_query)
+            key.copy_(normed_key)
         elif self.query_norm is not None and self.key_norm is not None:
             for norm, heads in ((self.query_norm, query), (self.key_norm, key_value[:, :g])):
                 heads.copy_(norm(heads))

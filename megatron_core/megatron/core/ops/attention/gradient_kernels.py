@@ -14,7 +14,7 @@ import triton.language as tl
 from megatron.core.ops.attention.kernels import (
     LOG2_E,
     add_dot,
-    bounded,
+    capped,
     dot_transposed,
     key_bounds,
     load_rows,
@@ -82,11 +82,8 @@ def add_query_gradient(
     v = load_rows(v_base, start, keys, v_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
     grad_weights = dot_transposed(grad_out, v, TAIL)
-    if SOFTCAP > 0.0:
-        logits = bounded(logits, factor, SOFTCAP)
-        weights = tl.exp2(logits * (SOFTCAP * LOG2_E) - lse[:, None])
-    else:
-        weights = tl.exp2(logits * factor - lse[:, None])
+    logits, cap_factor = capped(logits, factor, SOFTCAP)
+    weights = tl.exp2(logits * cap_factor - lse[:, None])
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0
@@ -325,11 +322,8 @@ def add_key_gradients(
     )
     lse, delta = load_statistics(lse_ptr, delta_ptr, rows, queries, MASKED)
     logits = dot_transposed(k, q, TAIL)
-    if SOFTCAP > 0.0:
-        logits = bounded(logits, factor, SOFTCAP)
-        weights = tl.exp2(logits * (SOFTCAP * LOG2_E) - lse[None, :])
-    else:
-        weights = tl.exp2(logits * factor - lse[None, :])
+    logits, cap_factor = capped(logits, factor, SOFTCAP)
+    weights = tl.exp2(logits * cap_factor - lse[None, :])
     if MASKED:
         query_documents = 0
         if HAS_DOCUMENTS:
@@ -472,8 +466,7 @@ def key_gradient_kernel(
                 False,
             )
         for step in range(0, full_low - low + high - full_high, BLOCK_Q):
-            start = low + step
-            start = tl.where(start < full_low, start, start - full_low + full_high)
+            start = low + step + tl.where(low + step < full_low, 0, full_high - full_low)
             grad_k, grad_v = add_key_gradients(
                 grad_k,
                 grad_v,

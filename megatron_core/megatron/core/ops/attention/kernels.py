@@ -173,6 +173,16 @@ def bounded(products, factor, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def capped(products, factor, SOFTCAP: tl.constexpr):
+    """Return (x, f) whose product is the logits times log2(e): the products and the factor, or
+    tanh(scale q k / SOFTCAP) and SOFTCAP log2(e)."""
+    if SOFTCAP > 0.0:
+        products = bounded(products, factor, SOFTCAP)
+        factor = SOFTCAP * LOG2_E
+    return products, factor
+
+
+@triton.jit
 def ordered_bounds(low, full_low, full_high, high):
     """Return low <= full_low <= full_high <= high; without full tiles, full_* both equal low."""
     full_high = tl.where(full_high > full_low, full_high, low)
@@ -367,9 +377,7 @@ def add_keys(
     """
     k = load_rows(k_base, start, keys, k_stride_s, features, FEATURES, TAIL, BLOCK_K, I64, MASKED)
     logits = dot_transposed(q, k, TAIL)
-    if SOFTCAP > 0.0:
-        logits = bounded(logits, factor, SOFTCAP)
-        factor = SOFTCAP * LOG2_E
+    logits, factor = capped(logits, factor, SOFTCAP)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         key_documents = 0

@@ -293,12 +293,8 @@ def paged_attention(
         if decodes_all:
             return _without_padding(batch, *out_and_lse)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full(
-        query.shape[:2],
-        float("-inf"),
-        dtype=accumulation_dtype(query.dtype),
-        device=query.device,
-    )
+    sums = {"dtype": accumulation_dtype(query.dtype), "device": query.device}
+    lse = torch.full(query.shape[:2], float("-inf"), **sums)
     if decoding:
         out[:decoding], lse[:decoding] = out_and_lse
     for row in range(indices.rows, len(indices.contexts)):

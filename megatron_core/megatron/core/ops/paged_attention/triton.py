@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.attention.kernels import bounded
+from megatron.core.ops.attention.kernels import capped
 from megatron.core.ops.backend_choice import device_capability
 from megatron.core.ops.launches import STAGES, WARPS, Launches, cdiv, next_power_of_2
 from megatron.core.ops.paged_attention.cpu import PagedBatch
@@ -128,9 +128,7 @@ def attend_to_tile(
         value_mask = value_mask & inside[:, None]
     kt = tl.load(k_rows[None, :] + feature[:, None], mask=key_mask, other=0.0)
     products = tl.dot(q, kt, input_precision="ieee")
-    if SOFTCAP > 0.0:  # the bound of the logits before the mask
-        products = bounded(products, scale, SOFTCAP)
-        scale = SOFTCAP * LOG2_E
+    products, scale = capped(products, scale, SOFTCAP)
     if MASKED:
         visible = (columns[None, :] <= positions[:, None]) & inside[None, :]
         if HAS_WINDOW:
@@ -196,9 +194,7 @@ def paged_attention_kernel(
     splits, [splits, t, n, d] and [splits, t, n]; the out of an empty split is not written. A split
     has at least `min_blocks` tiles of keys: short rows have fewer splits.
     """
-    tile = (
-        tiles - 1 - tl.program_id(0) % tiles
-    )  # late tiles have the most visible keys: launch them first
+    tile = tiles - 1 - tl.program_id(0) % tiles  # late tiles first: they have the most visible keys
     split = tl.program_id(0) // tiles % splits
     index = tl.program_id(0) // tiles // splits
     head_block = index % ((RATIO + HEADS - 1) // HEADS)  # block of the group's heads
@@ -231,10 +227,9 @@ def paged_attention_kernel(
         low = tl.maximum(first_position - window + 1, 0)
     high = tl.where(begin + offset < end, tl.minimum(context, first_position + QUERIES), 0)
     start = low // BLOCK * BLOCK
-    blocks = tl.cdiv(tl.maximum(high - start, 0), BLOCK * splits)
-    split_size = tl.maximum(blocks, min_blocks) * BLOCK
-    start = start + split * split_size
-    stop = tl.minimum(start + split_size, high)
+    blocks = tl.maximum(tl.cdiv(tl.maximum(high - start, 0), BLOCK * splits), min_blocks)
+    start = start + split * (blocks * BLOCK)
+    stop = tl.minimum(start + blocks * BLOCK, high)
     table_row = table_ptr + row.to(tl.int64) * table_stride
     k_group = k_ptr + group * k_stride_g
     v_group = v_ptr + group * v_stride_g

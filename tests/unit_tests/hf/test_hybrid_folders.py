@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.distributed import DataParallel
-from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig
 from megatron.hf.architectures import ARCHITECTURES
-from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_all_close, assert_all_equal
 from tests.support.hf_converter import (
     checkpoint_model,
@@ -25,18 +22,12 @@ from tests.support.hf_converter import (
 from tests.support.hf_family_cases import FAMILY_CASES
 from tests.support.hf_folders import (
     HYBRID_CASES,
-    VOCABULARY,
     change_json,
     make_model,
     save_folder,
 )
-from tests.support.inputs import generator, one_thread
-
-#: More than one chunk of the delta rule, and not a multiple of the chunk size.
-LENGTH = 77
-TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=generator(14))
-LABELS = torch.randint(VOCABULARY, (2, LENGTH), generator=generator(15))
-WEIGHTS = 0.5 + torch.rand(2, LENGTH, generator=generator(16))
+from tests.support.hf_gradients import TOKENS, gradients_by_name, hf_gradients, mcore_gradients
+from tests.support.inputs import one_thread
 
 #: The block pattern of each case: the comparison must cover every kind of block.
 BLOCKS = {
@@ -57,38 +48,6 @@ BLOCKS = {
 }
 
 
-def hf_logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return transformers' logits and the gradients of a weighted loss by Hugging Face names."""
-    logits = model(TOKENS, use_cache=False).logits
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), LABELS.flatten(), reduction="none"
-    )
-    (losses * WEIGHTS.flatten()).sum().backward()
-    named = dict(model.named_parameters())
-    named |= {"lm_head.weight": model.lm_head.weight}
-    return logits.detach(), {n: p.grad for n, p in named.items() if p.grad is not None}
-
-
-def mcore_logits_and_gradients(model: GPTModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the logits and gradients of our model by its own names."""
-    engine = DataParallel(model.store, model.groups)
-    engine.begin_step()
-    loss, _ = model.loss(TOKENS, LABELS, WEIGHTS)
-    engine.backward(loss, last=True)
-    engine.finish()
-    gradients: dict[str, torch.Tensor] = {}
-    for handle in model.store.handles.values():
-        flat = handle.main_grad.view(-1)
-        for box in model.store.boxes(handle):
-            shard = flat[box.start : box.start + box.numel].view(box.sizes)
-            gradient = gradients.setdefault(box.name, torch.full(box.shape, torch.nan))
-            gradient[
-                tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            ] = shard
-    with torch.no_grad():
-        return model.full_logits(TOKENS).transpose(0, 1), gradients
-
-
 def is_rotary(config: GPTConfig, name: str) -> bool:
     """Return whether the attention block of a weight has rotary positions."""
     symbol = config.blocks[int(name.split(".")[2])]
@@ -102,26 +61,10 @@ def test_logits_and_all_gradients_match_transformers(case: str, tmp_path: Path) 
     model = checkpoint_model(imported(source, tmp_path / "checkpoints"))
     assert model.config.blocks == BLOCKS.get(case, model.config.blocks)
     with one_thread():
-        logits, gradients = hf_logits_and_gradients(hf_model)
-        actual, actual_gradients = mcore_logits_and_gradients(model)
+        logits, gradients = hf_gradients(hf_model)
+        actual, actual_gradients = mcore_gradients(model)
     assert logits.std() > 1  # otherwise an absolute bound would prove little
-    mapped = tensor_map(ARCHITECTURES[hf_model.config.model_type], model.config, names=gradients)
-    expected = {}
-    for name, tensor in mapped.mcore_tensors.items():
-        if name in model.store.states:
-            continue
-        expected[name] = torch.full(tensor.shape, torch.nan)
-        for tensor_slice in tensor.slices:
-            box = tensor_slice.mcore_box(tensor_slice.whole)
-            hf_tensor = mapped.hf_tensors[tensor_slice.hf_name]
-            hf_box, layout = tensor_slice.hf_box(tensor_slice.whole), hf_tensor.layout
-            values = gradients[tensor_slice.hf_name]
-            if layout is None:
-                values = values[hf_box.slices]
-            else:
-                stored_box = layout.stored_box(hf_box, hf_tensor.shape)
-                values = layout.select(values[stored_box.slices])
-            expected[name][box.slices] = values.reshape(box.sizes)
+    expected = gradients_by_name(ARCHITECTURES[hf_model.config.model_type], model, gradients)
     assert all(float(gradient.abs().max()) > 0 for gradient in expected.values())
     actual, expected = {"logits": actual, **actual_gradients}, {"logits": logits, **expected}
     biases = {name for name in expected if name.endswith("bias")}

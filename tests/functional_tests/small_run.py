@@ -77,10 +77,11 @@ def flags(prefix: Path, options: str = "", *, without: Collection[str] = ()) -> 
 
 
 def program_of(argv: list[str]) -> pretrain_gpt.Program:
-    """Return the entry script for `argv`: a pattern with recurrent blocks needs pretrain_hybrid."""
+    """Return the entry script for `argv`: a pattern with recurrent or parallel blocks needs
+    pretrain_hybrid."""
     flag = "--hybrid-layer-pattern"
     pattern = argv[argv.index(flag) + 1] if flag in argv else ""
-    return PRETRAIN_HYBRID if set("GMC") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
+    return PRETRAIN_HYBRID if set("GMC(") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
 
 
 def run_in_process(argv: list[str]) -> int:

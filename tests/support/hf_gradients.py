@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from megatron.core.distributed import DataParallel
-from megatron.core.models import GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.hf.architecture import Architecture
 from megatron.hf.tensor_map import tensor_map
 from tests.support.hf_folders import VOCABULARY
@@ -52,6 +52,21 @@ def mcore_gradients(model: GPTModel) -> tuple[torch.Tensor, dict[str, torch.Tens
             ] = shard
     with torch.no_grad():
         return model.full_logits(TOKENS).transpose(0, 1), gradients
+
+
+def zero_gradients(config: GPTConfig, names: Iterable[str]) -> set[str]:
+    """Return the biases of keys without rotary positions: a bias of all keys changes no softmax."""
+    return {
+        name
+        for name in names
+        if name.endswith("attention.key.bias") and not _is_rotary(config, name)
+    }
+
+
+def _is_rotary(config: GPTConfig, name: str) -> bool:
+    """Return whether the attention block of a weight has rotary positions."""
+    symbol = config.blocks[int(name.split(".")[2])]
+    return (config.window_rope if symbol == "W" else config.attention_rope) is not None
 
 
 def gradients_by_name(

@@ -72,6 +72,44 @@ MEMBERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy",
         ),
     },
+    "kimi_k2": {
+        "Kimi-K2": _shape(
+            7168, 18432, 61, 64, 64, 163840, n_routed_experts=384, num_experts_per_tok=8,
+            first_k_dense_replace=1, n_group=1, topk_group=1,
+        ),
+    },
+    "dots1": {
+        "dots.llm1": _shape(
+            4096, 10944, 62, 32, 32, 152064, head_dim=128, n_routed_experts=128,
+            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+            first_k_dense_replace=1, n_group=1, topk_group=1,
+        ),
+    },
+    "glm4_moe": {
+        "GLM-4.5-Air": _shape(
+            4096, 10944, 46, 96, 8, 151552, head_dim=128, n_routed_experts=128,
+            n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408,
+            first_k_dense_replace=1, attention_bias=True,
+        ),
+    },
+    "granitemoeshared": {"defaults, a shared expert of 1,024": {"shared_intermediate_size": 1024}},
+    "lfm2_moe": {
+        "LFM2-8B-A1B": _shape(
+            2048, 7168, 24, 32, 8, 65536, moe_intermediate_size=1792, num_experts=32,
+            num_experts_per_tok=4, num_dense_layers=2,
+            layer_types=[
+                "full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv"
+                for layer in range(24)
+            ],
+        ),
+    },
+    "ministral": {
+        "Ministral-8B": _shape(
+            4096, 12288, 36, 32, 8, 131072, head_dim=128, sliding_window=32768,
+            layer_types=["full_attention", *["sliding_attention"] * 3] * 9,
+        ),
+    },
+    "nemotron": {"Minitron-4B": _shape(3072, 9216, 32, 24, 8, 256000, head_dim=128)},
     "mixtral": {
         "Mixtral-8x7B": _shape(4096, 14336, 32, 32, 8, 32000),
         "Mixtral-8x22B": _shape(6144, 16384, 56, 48, 8, 32768),

@@ -53,7 +53,7 @@ _BLOCKS = {
 }
 #: Fields of config.json that are not about the model.
 _BOOKKEEPING = re.compile(
-    r"^(_|architectures$|model_type$|transformers_version$|return_|output_|id2label|label2id|problem)"
+    r"^(_|architectures$|model_type$|transformers_version$|dtype$|return_|output_|id2label|label2id|problem)"
 )
 
 

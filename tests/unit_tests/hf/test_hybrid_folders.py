@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.models import GPTConfig
 from megatron.hf.architectures import ARCHITECTURES
 from tests.support.closeness import assert_all_close, assert_all_equal
 from tests.support.hf_converter import (
@@ -26,7 +25,13 @@ from tests.support.hf_folders import (
     make_model,
     save_folder,
 )
-from tests.support.hf_gradients import TOKENS, gradients_by_name, hf_gradients, mcore_gradients
+from tests.support.hf_gradients import (
+    TOKENS,
+    gradients_by_name,
+    hf_gradients,
+    mcore_gradients,
+    zero_gradients,
+)
 from tests.support.inputs import one_thread
 
 #: The block pattern of each case: the comparison must cover every kind of block.
@@ -48,12 +53,6 @@ BLOCKS = {
 }
 
 
-def is_rotary(config: GPTConfig, name: str) -> bool:
-    """Return whether the attention block of a weight has rotary positions."""
-    symbol = config.blocks[int(name.split(".")[2])]
-    return (config.window_rope if symbol == "W" else config.attention_rope) is not None
-
-
 @pytest.mark.parametrize("case", [*HYBRID_CASES, *FAMILY_CASES])
 def test_logits_and_all_gradients_match_transformers(case: str, tmp_path: Path) -> None:
     hf_model = make_model(case)
@@ -68,10 +67,7 @@ def test_logits_and_all_gradients_match_transformers(case: str, tmp_path: Path) 
     assert all(float(gradient.abs().max()) > 0 for gradient in expected.values())
     actual, expected = {"logits": actual, **actual_gradients}, {"logits": logits, **expected}
     biases = {name for name in expected if name.endswith("bias")}
-    # Without rotary positions, a bias of all keys changes no softmax.
-    zeros = {
-        n for n in biases if n.endswith("attention.key.bias") and not is_rotary(model.config, n)
-    }
+    zeros = zero_gradients(model.config, biases)
     bound = 1e-4 if case in FAMILY_CASES else 1e-5
     weights = ({n: d[n] for n in d if n not in biases} for d in (actual, expected))
     assert_all_close(*weights, bound=bound)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,15 @@ from tests.support.hf_converter import (
     imported,
     tensors,
 )
-from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
+from tests.support.hf_folders import (
+    VOCABULARY,
+    change_json,
+    load_folder,
+    make_model,
+    save_folder,
+)
 from tests.support.inputs import generator, one_thread
+from tests.support.quantized_folders import gpt_oss_folders
 
 RUN = (
     "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --split 100 --eval-interval 0 "
@@ -108,6 +117,81 @@ def test_model_round_trips_through_training(case, options, like, trained_names, 
     assert configs_are_equal(folder, tmp_path / "out")
 
 
+#: Changes of five models, and the options that divide them over tp 2, pp 2 and ep 2.
+EXPERTS_OF_RANKS = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+TRAINED: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "gpt_oss": ({}, f"--decoder-first-pipeline-num-layers 1 {EXPERTS_OF_RANKS}"),
+    "qwen3_5_moe": ({}, f"--hybrid-layer-pattern GE|*E {EXPERTS_OF_RANKS}"),
+    "gemma3": ({}, "--decoder-first-pipeline-num-layers 1"),
+    "glm4_moe": (
+        {"n_routed_experts": 12},
+        f"--decoder-first-pipeline-num-layers 1 {EXPERTS_OF_RANKS}",
+    ),
+    "granitemoehybrid": (
+        {"mamba_n_groups": 2, "num_local_experts": 6},
+        f"--hybrid-layer-pattern ME|*EME {EXPERTS_OF_RANKS}",
+    ),
+}
+
+
+def greedy_tokens(path: Path, out: Path) -> list[list[int]]:
+    """Generate from a checkpoint or a folder; return the tokens of each prompt."""
+    line = f"--load {path} --temperature 0 --max-new-tokens 12 --device cpu --output-json {out}"
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    with contextlib.redirect_stdout(io.StringIO()), one_thread():
+        assert generate([*line.split(), *prompts], {}) == 0
+    return [output["ids"] for output in json.loads(out.read_text(encoding="utf-8"))]
+
+
+PROMPTS = ("w7 w50 w3", "w1", "w60 w2 w33 w41 w9 w9 w12")
+
+
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.slow
+@pytest.mark.covers("Hugging Face")
+def test_trained_model_generates_the_same_text_in_all_formats(case: str, tmp_path: Path) -> None:
+    """Import, train on tp 2 x pp 2, serve the checkpoint, export, serve the export."""
+    changes, options = TRAINED[case]
+    if case == "gpt_oss":
+        folder, _ = gpt_oss_folders(tmp_path)  # MXFP4
+        change_json(folder / "config.json", eos_token_id=None)
+    else:
+        model = make_model(case, eos_token_id=None, **changes)
+        folder = save_folder(model, tmp_path / "made")
+    write_tokenizer(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    prefix, saved = write_tokens(tmp_path / "tokens"), tmp_path / "saved"
+    run_on(
+        4,
+        f"{RUN} {options} {TENSOR} --pipeline-model-parallel-size 2 --data-path {prefix} "
+        f"--load-hf {folder} --save {saved} --train-iters 20 --lr 1e-2".split(),
+    )
+    loss_by_step = losses(saved / "metrics.jsonl")
+    assert loss_by_step[20] < 0.8 * loss_by_step[1], loss_by_step
+    convert("export", "--load", saved, "--save", tmp_path / "out", "--verify")
+    expected = greedy_tokens(saved, tmp_path / "saved.json")
+    assert len({tuple(ids) for ids in expected}) > 1, "the text does not depend on the prompt"
+    write_tokenizer(tmp_path / "out")
+    assert greedy_tokens(tmp_path / "out", tmp_path / "out.json") == expected
+    exported = load_folder(tmp_path / "out")
+    for text, tokens in zip(PROMPTS, expected, strict=True):
+        ids = torch.tensor([[int(word[1:]) for word in text.split()]])
+        start = ids.shape[1]
+        with one_thread(), torch.no_grad():
+            for _ in tokens:
+                logits = exported(ids, use_cache=False).logits
+                ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        assert ids[0, start:].tolist() == tokens
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer in which word wN is token N."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    fields = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "model": fields, "pre_tokenizer": {"type": "Whitespace"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -166,10 +250,7 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
 def test_generation_from_folder_matches_transformers(case: str, tmp_path: Path) -> None:
     model = make_model(case, eos_token_id=None)
     folder = save_folder(model, tmp_path / "model", max_shard_size="40KB")
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    fields = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    tokenizer = {"version": "1.0", "model": fields, "pre_tokenizer": {"type": "Whitespace"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_tokenizer(folder)
     path = tmp_path / "out.json"
     line = f"--load {folder} --temperature 0 --max-new-tokens 12 --device cpu --output-json {path}"
     with contextlib.redirect_stdout(io.StringIO()), one_thread():

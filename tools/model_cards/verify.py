@@ -20,6 +20,7 @@ from megatron.hf.config_json import read_model
 from megatron.inference.generate import main as generate
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_converter import checkpoint_model, convert, imported, tensors
+from tests.support.hf_family_cases import FAMILY_CASES
 from tests.support.hf_folders import (
     ALL_CASES,
     VOCABULARY,
@@ -61,7 +62,8 @@ _COUNTS = (
 
 def case_of(model_type: str) -> str:
     """Return the name of the small model of a model type; Kimi-K2 is DeepSeek-V3's class."""
-    names = [name for name, (kind, _) in ALL_CASES.items() if kind == _stem(model_type)]
+    cases = {**FAMILY_CASES, **ALL_CASES}
+    names = [name for name, (kind, _) in cases.items() if kind == _stem(model_type)]
     if not names:
         raise ValueError(f"no small model of {model_type} in tests/support")
     return names[0]

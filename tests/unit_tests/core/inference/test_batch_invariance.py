@@ -30,6 +30,7 @@ from megatron.core.ops.matmul.batch_invariant import (
     PackedMatrix,
     check_tile_invariance,
 )
+from megatron.core.transformer import RopeConfig
 from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator
@@ -147,10 +148,10 @@ def test_two_threads_compute_the_same_bits(family: str) -> None:
 def test_gradients_match_the_default_backend() -> None:
     tokens = torch.tensor([TARGET.prompt[:70]])
     gradients = []
+    # Queries that are scaled by position have sharp softmaxes, which amplify rounding.
+    config = replace(FAMILIES["latent"], rope=RopeConfig(base=200.0))
     for backend in (LOCAL, with_batch_invariance(LOCAL)):
-        model = GPTModel(
-            FAMILIES["latent"], ProcessGroupCollection.single(), seed=3, backend=backend
-        )
+        model = GPTModel(config, ProcessGroupCollection.single(), seed=3, backend=backend)
         model.logits(tokens).square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert_all_close(gradients[1], gradients[0])

@@ -424,7 +424,6 @@ def key_gradient_kernel(
         low, full_low, full_high, high = query_bounds(
             begin, shift, queries, window, CAUSAL, HAS_WINDOW, BLOCK_Q, BLOCK_K
         )
-    factor = scale * LOG2_E
     for index in range(heads // groups):
         head = group * (heads // groups) + index
         q_base = q_ptr + sample * q_stride_b + head * q_stride_n
@@ -446,7 +445,7 @@ def key_gradient_kernel(
                 columns,
                 key_documents,
                 query_documents_ptr + sample,
-                factor,
+                scale * LOG2_E,
                 shift,
                 queries,
                 keys,
@@ -466,7 +465,8 @@ def key_gradient_kernel(
                 False,
             )
         for step in range(0, full_low - low + high - full_high, BLOCK_Q):
-            start = low + step + tl.where(low + step < full_low, 0, full_high - full_low)
+            start = low + step
+            start = tl.where(start < full_low, start, start - full_low + full_high)
             grad_k, grad_v = add_key_gradients(
                 grad_k,
                 grad_v,
@@ -482,7 +482,7 @@ def key_gradient_kernel(
                 columns,
                 key_documents,
                 query_documents_ptr + sample,
-                factor,
+                scale * LOG2_E,
                 shift,
                 queries,
                 keys,

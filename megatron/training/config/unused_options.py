@@ -110,11 +110,11 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.activations, "round_embedding_", scaled, "--embedding-multiplier"
     layer_norm = config.model.normalization == "LayerNorm"
     yield config.activations, "layernorm_bias", layer_norm, "--normalization LayerNorm"
-    has_mlp = "-" in (config.hybrid.hybrid_layer_pattern or "-")
-    yield config.activations, "mlp_output_", has_mlp, "- in --hybrid-layer-pattern"
+    has_mlp = DENSE in _feed_forward(config)
+    yield config.activations, "mlp_output_", has_mlp, "a layer with an MLP"
     gates = config.model.swiglu, config.activations.geglu, config.activations.quick_geglu
     gated = has_mlp and any(gates)
-    yield config.activations, "mlp_gate_", gated, "--swiglu, --geglu or --quick-geglu"
+    yield config.activations, "mlp_gate_", gated, "a layer with a gated MLP"
     attends = has_attention(config)
     yield config.activations, "attention_output_", attends, "attention in --hybrid-layer-pattern"
     is_16_bit = config.training.bf16 or config.training.fp16

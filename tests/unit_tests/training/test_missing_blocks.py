@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.cli.launch import Launch
+from megatron.training import pretrain_gpt
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
@@ -82,3 +83,13 @@ def test_missing_options_include_pattern_but_not_derived_ones():
         assert "--num-layers" not in str(caught.value)
     with pytest.raises(ValueError, match=r"^missing --num-layers, --hidden-size, "):
         read_run([], Launch(), program=PRETRAIN_GPT)
+
+
+@pytest.mark.parametrize("factor", ["--mlp-output-multiplier 2", "--mlp-gate-multiplier 2"])
+def test_factors_of_mlps_are_refused_if_all_layers_have_experts(factor, capsys):
+    model = "--num-layers 2 --hidden-size 24 --num-attention-heads 2 --vocab-size 61 --swiglu"
+    run = "--mock-data --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --print-config"
+    experts = "--num-experts 4 --disable-bias-linear"
+    assert pretrain_gpt.main(f"{model} {run} {experts} {factor}".split(), {}) == 2
+    assert f"{factor.split()[0]} has no effect without a layer with" in capsys.readouterr().err
+    assert pretrain_gpt.main(f"{model} {run} {factor}".split(), {}) == 0

@@ -447,7 +447,7 @@ def backward(
     """
     grad_dtype = accumulation_dtype(query.dtype) if fp32_sums else query.dtype
     min_queries = min((block.q1 - block.q0 for block in blocks), default=0)
-    if not window is dropout is softcap is None:
+    if any(option is not None for option in (window, softcap, dropout)):
         min_queries = 0  # by chunks, which compute in fp32
     dtype = cpu.backward_dtype(query, min_queries, cpu_dtype)
     operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]

@@ -176,7 +176,7 @@ class ParallelMixers(Mixer):
         outputs: list[torch.Tensor] = []
         for mixer, factor in zip(self.mixers, self.factors, strict=True):
             assert isinstance(mixer, Mixer)
-            out, linear = mixer.decode(x.clone(), layout, **context)  # it may overwrite its input
+            out, linear = mixer.decode(x, layout, **context)
             if linear is None:
                 outputs.append(weighted_sum([out], [factor]))
             else:

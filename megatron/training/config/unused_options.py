@@ -110,7 +110,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     yield config.activations, "round_embedding_", scaled, "--embedding-multiplier"
     layer_norm = config.model.normalization == "LayerNorm"
     yield config.activations, "layernorm_bias", layer_norm, "--normalization LayerNorm"
-    has_mlp = DENSE in _feed_forward(config)
+    factors = config.activations.mlp_output_multiplier, config.activations.mlp_gate_multiplier
+    has_mlp = factors == (1.0, 1.0) or DENSE in _feed_forward(config)
     yield config.activations, "mlp_output_", has_mlp, "a layer with an MLP"
     gates = config.model.swiglu, config.activations.geglu, config.activations.quick_geglu
     gated = has_mlp and any(gates)

@@ -13,9 +13,9 @@ from tests.support.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 
 #: Host memory that a save of 88 MiB in 2,024 tensors may add: the plan, the manifest and a scratch
-#: buffer. It added 7,172 to 7,320 KiB when the synchronous save had a write path of its own, and
-#: adds 6,630. A copy of one 4 MiB tensor at a time adds 14,000.
-MAX_GROWTH_KIB = 7172
+#: buffer. It adds 6,600 to 6,700 KiB alone, up to 7,360 after other tests on a busy machine. A copy
+#: of one 4 MiB tensor at a time adds 14,000.
+MAX_GROWTH_KIB = 8000
 
 
 def memory_kib(name: str) -> int:
